@@ -1,0 +1,35 @@
+# Needs Python 3.11 or later, make and a package index; everything else is installed into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test lint samples clean
+
+demo: $(VENV)/core
+	$(BIN)/kvsim replay --trace traces/samples/smollm2-needle-512 \
+		--policy ema:0.8 --policy ema:0.8,over=step --policy ema:0.8/refresh=4 --policy ema:0.8/refresh=first \
+		--policy cumulative --policy single --policy tova --policy h2o --policy streaming:4 --policy random:7
+
+test: $(VENV)/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2
+
+samples: $(VENV)/test
+	$(BIN)/python traces/make_samples.py
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/core: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/test: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@

@@ -1,0 +1,48 @@
+"""The command line: ``kvsim replay --trace DIR --policy ema:0.9``."""
+
+from typing import Annotated
+
+import typer
+
+from kvsim.cli import bench, policies, record, replay, trace
+from kvsim.cli.output import ErrorGroup
+from kvsim.version import __version__
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="kvsim",
+    cls=ErrorGroup,
+    help="Record one real run of a language model, then replay any KV-cache policy against the recording.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvsim {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(replay.replay)
+app.command()(record.record)
+app.command()(policies.policies)
+app.add_typer(trace.app, name="trace")
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Entry point of the ``kvsim`` command."""
+    app()

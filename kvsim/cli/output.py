@@ -1,0 +1,51 @@
+"""What the commands share: consoles, errors, progress, JSON."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from kvsim_traces import TraceError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typer.core import TyperGroup
+
+from kvsim.errors import KvsimError
+
+__all__ = ["ErrorGroup", "console", "fail", "print_json", "progress_bar", "stderr"]
+
+console = Console()
+stderr = Console(stderr=True)
+
+
+class ErrorGroup(TyperGroup):
+    """A command group that turns kvsim's own errors into one line on stderr and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """See `click.Group.invoke`."""
+        try:
+            return super().invoke(ctx)
+        except (KvsimError, TraceError) as error:
+            raise fail(str(error)) from None
+
+
+def fail(message: str) -> typer.Exit:
+    """Print an error and give the exception that ends the command with exit code 2."""
+    print(f"kvsim: error: {message}", file=sys.stderr)
+    return typer.Exit(2)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document to stdout."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+@contextmanager
+def progress_bar(description: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr while the block runs; yields a function (done, total)."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=stderr, disable=quiet or not stderr.is_terminal, transient=True) as progress:
+        task = progress.add_task(description, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

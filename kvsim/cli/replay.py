@@ -1,0 +1,141 @@
+"""``kvsim replay``."""
+
+import glob
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from kvsim_traces import Trace, open_trace
+from rich.table import Table
+
+from kvsim.cli.output import console, print_json, progress_bar, stderr
+from kvsim.engines import DEFAULT_ENGINE, ENGINES, get_engine
+from kvsim.errors import KvsimError
+from kvsim.policy import parse
+from kvsim.replay import choose_budget
+from kvsim.replay import replay as run_replay
+from kvsim.result import Result
+
+__all__ = ["find_traces", "replay"]
+
+COLUMNS = {
+    "budget": "B",
+    "kept_mass": "kept mass",
+    "churn": "churn",
+    "shadow_churn": "shadow churn",
+    "raw_churn": "raw churn",
+    "raw_agreement": "raw agreement",
+    "raw_top_evicted": "raw-top evicted",
+    "output_error": "output error",
+    "ties": "ties",
+}
+
+
+def find_traces(patterns: list[str]) -> list[str]:
+    """Expand directories, globs and URLs into trace locations, in the order given and without repeats.
+
+    Raises
+    ------
+    KvsimError
+        If a pattern matches nothing, or only things that are not traces.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        if "://" in pattern or os.path.exists(pattern):
+            found.append(pattern)
+            continue
+        matches = sorted(glob.glob(pattern))
+        traces = [match for match in matches if os.path.exists(os.path.join(match, "zarr.json"))]
+        if not traces:
+            state = "matches no trace directory" if matches else "no such trace directory"
+            raise KvsimError(f"{pattern}: {state}")
+        found += traces
+    return list(dict.fromkeys(found))
+
+
+def replay(
+    trace: Annotated[list[str], typer.Option(help="Trace directory, quoted glob, or URL; repeatable.")],
+    policy: Annotated[list[str], typer.Option(help="Policy string such as ema:0.9; repeatable.")],
+    more: Annotated[list[str] | None, typer.Argument(metavar="[TRACE]...", help="Further traces.")] = None,
+    compression_ratio: Annotated[
+        str | None, typer.Option(help="Fraction of the prompt REMOVED, in [0, 1); 0.9 unless --budget is given.")
+    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Tokens to keep: 2048, or 10% of the prompt.")] = None,
+    engine: Annotated[str, typer.Option(help=f"One of: {', '.join(ENGINES)}.")] = DEFAULT_ENGINE,
+    shadow: Annotated[bool, typer.Option("--shadow", help="Evict nothing; rank all positions at every step.")] = False,
+    store_rows: Annotated[
+        bool, typer.Option("--store-rows", help="Keep attention recomputed from queries and keys beside the trace.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="New directory for Parquet files of the results.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:
+    """Replay policies on recordings and print what they kept and lost.
+
+    Open loop: the recorded hidden states are held fixed, so a replay is exact for the first eviction and approximate
+    after it.
+
+    Example: kvsim replay --trace traces/samples/smollm2-needle-512 --policy ema:0.9 --policy tova
+    """
+    get_engine(engine)
+    policies = [parse(text) for text in policy]
+    chosen = choose_budget(compression_ratio, budget)
+    if out is not None and out.exists():
+        raise KvsimError(f"--out {out}: exists already; name a new directory")
+    traces = [open_trace(location) for location in find_traces(trace + (more or []))]
+    for recording in traces:
+        for wanted in policies:
+            wanted.with_budget(chosen).plan(recording)
+    if store_rows:
+        for recording in traces:
+            if recording.capture in ("qk", "qkv"):
+                recording.store_rows()
+
+    results: list[Result] = []
+    for recording in traces:
+        for wanted in policies:
+            with progress_bar(f"{recording.path.name}  {wanted}", quiet=quiet or as_json) as advance:
+                results.append(
+                    run_replay(recording, wanted.with_budget(chosen), shadow=shadow, engine=engine, progress=advance)
+                )
+    if out is not None:
+        from kvsim.tables import write_parquet
+
+        write_parquet(results, out)
+    if as_json:
+        print_json({"results": [result.summary() for result in results]})
+        return
+    for recording in traces:
+        own = [result for result in results if result.trace_hash == recording.hash]
+        console.print(_table(recording, own))
+    if out is not None:
+        stderr.print(f"wrote {out}")
+
+
+def _table(trace: Trace, results: list[Result]) -> Table:
+    mode = "shadow mode (nothing evicted), open loop" if results[0].mode == "shadow" else "irreversible, open loop"
+    title = (
+        f"{trace.path.name}: prompt {trace.prompt_length}, steps {trace.num_steps}, "
+        f"{len(trace.eligible_layers)} layers, {trace.num_heads} heads ({trace.num_kv_heads} KV)"
+    )
+    approximate = any(result.approximate for result in results)
+    caption = mode + ("; ~ scores are head means, not renormalised: approximate" if approximate else "")
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table.add_column("policy", overflow="fold")
+    rows = [result.summary() for result in results]
+    shown = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
+    for name in shown:
+        table.add_column(COLUMNS[name], justify="right")
+    for row in rows:
+        cells = [_cell(name, row[name]) for name in shown]
+        table.add_row(("~ " if row["approximate"] else "") + row["policy"], *cells)
+    return table
+
+
+def _cell(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name in ("budget", "ties"):
+        return f"{value:.10g}" if float(value).is_integer() else f"{value:.1f}"
+    return f"{value:.4f}"

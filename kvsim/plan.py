@@ -1,0 +1,139 @@
+"""What an engine runs: a `Plan` is plain data, so engines know no policy by name."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["GROUP_KINDS", "FloatArray", "GroupKind", "Groups", "Plan", "ScoreSource"]
+
+GroupKind = Literal["shared", "layer", "head"]
+GROUP_KINDS: tuple[GroupKind, ...] = ("shared", "layer", "head")
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The retention groups: which (layer, head) pairs share one retained set.
+
+    Attributes
+    ----------
+    kind : {"shared", "layer", "head"}
+        One group for the whole model, one per layer, or one per layer and KV head.
+    layers : tuple of int
+        Indices of the eligible layers among the recorded ones, in model order.
+    num_heads, num_kv_heads : int
+        Query heads H and KV heads Hk of a layer.
+    """
+
+    kind: GroupKind
+    layers: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def count(self) -> int:
+        """Number of groups G."""
+        return {"shared": 1, "layer": len(self.layers), "head": len(self.layers) * self.num_kv_heads}[self.kind]
+
+    @property
+    def depth(self) -> int:
+        """Number of layers K that update one group's state in a step."""
+        return len(self.layers) if self.kind == "shared" else 1
+
+    def members(self, group: int) -> tuple[slice, slice, slice]:
+        """Give a group's slices into the eligible layers, the query heads and the KV heads."""
+        every_layer, every_head, every_kv = slice(None), slice(None), slice(None)
+        if self.kind == "shared":
+            return every_layer, every_head, every_kv
+        if self.kind == "layer":
+            return slice(group, group + 1), every_head, every_kv
+        layer, kv = divmod(group, self.num_kv_heads)
+        share = self.num_heads // self.num_kv_heads
+        return slice(layer, layer + 1), slice(kv * share, (kv + 1) * share), slice(kv, kv + 1)
+
+    def of_layer(self, layer: int) -> list[int]:
+        """Give the group of each KV head of the `layer`-th eligible layer, [Hk]."""
+        if self.kind == "shared":
+            return [0] * self.num_kv_heads
+        if self.kind == "layer":
+            return [layer] * self.num_kv_heads
+        return [layer * self.num_kv_heads + kv for kv in range(self.num_kv_heads)]
+
+    def label(self, group: int) -> str:
+        """Name a group for people: ``all layers``, ``layer 3`` or ``layer 3 head 1``."""
+        if self.kind == "shared":
+            return "all layers"
+        if self.kind == "layer":
+            return f"layer {self.layers[group]}"
+        layer, kv = divmod(group, self.num_kv_heads)
+        return f"layer {self.layers[layer]} head {kv}"
+
+
+@dataclass(frozen=True)
+class ScoreSource:
+    """Where a step's scores s[t, l, i] come from.
+
+    Attributes
+    ----------
+    kind : {"attention", "static", "cosine"}
+        ``attention``: the attention row, renormalised over the visible set per head (InertiaKV Eq. 1).
+        ``static``: `values`, the same at every step. ``cosine``: minus the cosine between each vector of `values`
+        and the mean of the visible unit vectors.
+    values : array or None
+        ``static``: [K, Hk, L0+T]; ``cosine``: [K, Hk, L0+T, d].
+    weight : array or None
+        [K, Hk, L0+T]; multiplies the attention of a head, over its own mean over the visible set.
+    entropy : bool
+        Multiply a layer's score by the entropy of its attention over log n.
+    signed : bool
+        Scores may be negative; they are shifted by their minimum over the visible set.
+    """
+
+    kind: Literal["attention", "static", "cosine"]
+    values: FloatArray | None = None
+    weight: FloatArray | None = None
+    entropy: bool = False
+    signed: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A policy on one trace, spelled out: ``m <- a[t, l] * m + b[t, l] * s[t, l]``, then evict the lowest.
+
+    Attributes
+    ----------
+    policy : str
+        Canonical policy string with its budget; keys every result.
+    groups : Groups
+        Retention groups, G of them with K layers each.
+    m0 : array
+        [G, L0] state before step 1.
+    a, b : array
+        [T, K] coefficients of the recurrence.
+    reset : bool
+        m = 0 at the start of every scored step (``over=layer``).
+    scored : array of bool
+        [T]; steps that are not scored keep their state, and a new position gets the mean of the others.
+    evicts : array of bool
+        [T + 1]; whether the cache is cut to its budget after the prompt (index 0) and after each step.
+    score : ScoreSource
+        Where the scores come from.
+    budgets, n_sink, n_recent : array of int
+        [G] tokens kept, and how many of the first and of the last positions are protected.
+    """
+
+    policy: str
+    groups: Groups
+    m0: FloatArray
+    a: FloatArray
+    b: FloatArray
+    reset: bool
+    scored: npt.NDArray[np.bool_]
+    evicts: npt.NDArray[np.bool_]
+    score: ScoreSource
+    budgets: npt.NDArray[np.int64]
+    n_sink: npt.NDArray[np.int64]
+    n_recent: npt.NDArray[np.int64]

@@ -1,0 +1,44 @@
+"""Exponential moving average of scores: InertiaKV's aggregation and the two effects it couples."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from kvsim.context import Context
+from kvsim.errors import PolicyError
+from kvsim.head import Rule, register
+from kvsim.plan import Plan
+
+
+@register
+@dataclass(frozen=True)
+class Ema(Rule):
+    """Exponential moving average, ``m = alpha * m + (1 - alpha) * s`` (InertiaKV Eq. 4 and App. E).
+
+    Attributes
+    ----------
+    alpha : float
+        Weight of the old state in one update, in [0, 1).
+    over : {"both", "step", "layer"}
+        ``both``: one update for each layer, in order, as InertiaKV runs it: layer l of K weighs
+        ``(1 - alpha) alpha^(K - l)`` and the previous step ``alpha^K``. ``step``: one update a step, over the mean of
+        the layers: time memory alone. ``layer``: the weights of ``both`` from m = 0 at each step's start: no memory.
+    """
+
+    name: ClassVar[str] = "ema"
+    alpha: float = 0.8
+    over: Literal["both", "step", "layer"] = field(default="both", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha < 1:
+            raise PolicyError(f"alpha of 'ema' must be in [0, 1), got {self.alpha}")
+
+    def plan(self, context: Context) -> Plan:
+        """See `Rule.plan`."""
+        if self.over != "step":
+            return context.linear(a=self.alpha, b=1 - self.alpha, reset=self.over == "layer")
+        depth = context.groups.depth
+        a = np.ones(depth)
+        a[0] = self.alpha
+        return context.linear(a=a, b=(1 - self.alpha) / depth)

@@ -1,0 +1,205 @@
+"""Policies: a frozen dataclass, and the string that mirrors it.
+
+::
+
+    policy = head ("/" axis "=" value)*           each axis once, any order
+    value  = part ("+" part)*     part = name [":" arg ("," arg)*]     positional first, then key=value
+
+``str(policy)`` is canonical and keys every result; ``parse(str(policy)) == policy``.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvsim_traces import Trace
+
+from kvsim.budget import Budget
+from kvsim.context import Context, When
+from kvsim.errors import PolicyError, unknown_name
+from kvsim.grammar import format_part, parse_part
+from kvsim.head import HEADS, Head, Preset, Rule
+from kvsim.plan import GROUP_KINDS, GroupKind, Groups, Plan
+from kvsim.protect import Protect
+from kvsim.scorers import SCORERS, Scorer
+from kvsim.scorers.attention import Attention
+
+__all__ = ["AXES", "Policy", "parse"]
+
+WHENS: tuple[When, ...] = ("every", "prefill")
+
+DEFAULT_SCORE: Scorer = Attention()
+DEFAULT_REFRESH = 1
+DEFAULT_GROUP: GroupKind = "shared"
+DEFAULT_WHEN: When = "every"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An eviction policy: a head and the axes that modify it.
+
+    An axis that is None, or equal to what it would be anyway, takes the head's value and is left out of the string.
+
+    Attributes
+    ----------
+    head : Head
+        A rule (`single`, `cumulative`, `ema:0.8`, `full`) or a preset (`tova`, `h2o`, …).
+    score : Scorer, optional
+        What a token is worth to one step; attention by default.
+    refresh : int or "first", optional
+        Steps between two scorings (InertiaKV Eq. 6), or only the first step (Score-Free).
+    group : {"shared", "layer", "head"}, optional
+        Who shares a retained set.
+    budget : Budget, optional
+        Tokens kept; beats the command line's.
+    protect : Protect, optional
+        Positions that are not evicted while others remain.
+    when : {"every", "prefill"}, optional
+        Evict after every step, or once before the first and never again.
+    """
+
+    head: Head
+    score: Scorer | None = None
+    refresh: int | Literal["first"] | None = None
+    group: GroupKind | None = None
+    budget: Budget | None = None
+    protect: Protect | None = None
+    when: When | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.refresh, bool) or (isinstance(self.refresh, int) and self.refresh < 1):
+            raise PolicyError(f"refresh must be a number of steps of at least 1, or 'first', got {self.refresh}")
+        if self.group is not None and self.group not in GROUP_KINDS:
+            raise unknown_name("group", self.group, GROUP_KINDS)
+        if self.when is not None and self.when not in WHENS:
+            raise unknown_name("when", self.when, WHENS)
+        base = self.head.expand() if isinstance(self.head, Preset) else None
+        for axis, spec in AXES.items():
+            inherited = getattr(base, axis) if base else None
+            if getattr(self, axis) == (spec.default if inherited is None else inherited):
+                object.__setattr__(self, axis, None)
+
+    def expand(self) -> "Policy":
+        """Replace a preset by the rule and axes it stands for; a rule stays as it is."""
+        if not isinstance(self.head, Preset):
+            return self
+        base = self.head.expand()
+        own = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
+        return dataclasses.replace(base, **own).expand()
+
+    def with_budget(self, budget: Budget) -> "Policy":
+        """Give the policy with `budget` where it states none of its own; `full` takes none."""
+        if self.budget is not None or self.head.name == "full":
+            return self
+        return dataclasses.replace(self, budget=budget)
+
+    def plan(self, trace: Trace) -> Plan:
+        """Spell the policy out on a trace.
+
+        Parameters
+        ----------
+        trace : Trace
+            The recording it shall run on.
+
+        Raises
+        ------
+        PolicyError
+            If the axes contradict each other or the trace.
+        CaptureError
+            If the trace lacks what the scorer or the rule reads.
+        """
+        expanded = self.expand()
+        group = expanded.group or DEFAULT_GROUP
+        if not trace.eligible_layers:
+            raise PolicyError(f"{trace.path}: no recorded layer is eligible for eviction")
+        if group == "head" and trace.capture == "scores":
+            raise PolicyError(
+                f"{self}: group=head needs attention of single heads, but {trace.path} is a 'scores' capture "
+                "(head means); use group=shared or group=layer, or record with --capture heads or qk"
+            )
+        assert isinstance(expanded.head, Rule)
+        return expanded.head.plan(
+            Context(
+                policy=str(self),
+                trace=trace,
+                groups=Groups(group, trace.eligible_layers, trace.num_heads, trace.num_kv_heads),
+                score=expanded.score or DEFAULT_SCORE,
+                refresh=expanded.refresh or DEFAULT_REFRESH,
+                budget=expanded.budget,
+                protect=expanded.protect or Protect(),
+                when=expanded.when or DEFAULT_WHEN,
+            )
+        )
+
+    def __str__(self) -> str:
+        words = [format_part(self.head)]
+        for axis, spec in AXES.items():
+            value = getattr(self, axis)
+            if value is not None:
+                words.append(f"{axis}={spec.write(value)}")
+        return "/".join(words)
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """How the value of one axis is read and written, and the value it has where nobody sets it."""
+
+    read: Callable[[str], Any]
+    write: Callable[[Any], str] = str
+    default: Any = None
+
+
+def _read_refresh(text: str) -> int | str:
+    if text == "first":
+        return text
+    if not re.fullmatch(r"\d+", text):
+        raise PolicyError(f"refresh must be a number of steps of at least 1, or 'first', got {text!r}")
+    return int(text)
+
+
+AXES: dict[str, _Axis] = {
+    "score": _Axis(lambda text: parse_part(text, SCORERS, "score"), format_part, DEFAULT_SCORE),
+    "refresh": _Axis(_read_refresh, default=DEFAULT_REFRESH),
+    "group": _Axis(str, default=DEFAULT_GROUP),
+    "budget": _Axis(Budget.parse),
+    "protect": _Axis(Protect.parse, default=Protect()),
+    "when": _Axis(str, default=DEFAULT_WHEN),
+}
+
+# A "/" starts an axis only before a word and "=", so that file paths need no quoting.
+_AXIS_START = re.compile(r"/(?=[a-z_]+=)")
+
+
+def parse(text: str) -> Policy:
+    """Read a policy string such as ``ema:0.8/refresh=4/budget=10%``.
+
+    Parameters
+    ----------
+    text : str
+        The string; see the module's grammar.
+
+    Returns
+    -------
+    Policy
+
+    Raises
+    ------
+    PolicyError
+        On anything unknown, repeated or malformed; the message lists what would be valid.
+    """
+    import kvsim.policies  # noqa: F401  fills HEADS; the heads themselves import this module
+
+    head, *words = _AXIS_START.split(text.strip())
+    if not head:
+        raise PolicyError(f"a policy starts with a name (valid: {', '.join(sorted(HEADS))})")
+    axes: dict[str, Any] = {}
+    for word in words:
+        axis, _, value = word.partition("=")
+        if axis not in AXES:
+            raise unknown_name("axis", axis, AXES)
+        if axis in axes:
+            raise PolicyError(f"{text}: axis {axis!r} is given twice")
+        axes[axis] = AXES[axis].read(value)
+    return Policy(parse_part(head, HEADS, "policy"), **axes)

@@ -1,0 +1,154 @@
+"""The result of one replay: who was evicted when, and what that cost."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsim.engines.outcome import METRICS, Outcome
+from kvsim.errors import KvsimError
+from kvsim.plan import Plan
+from kvsim.version import __version__
+
+if TYPE_CHECKING:
+    import polars as pl
+
+__all__ = ["Result"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One policy on one trace.
+
+    Attributes
+    ----------
+    policy : str
+        Canonical policy string with its budget.
+    trace_name, trace_hash : str
+        The recording's directory name and content hash.
+    prompt_length, num_steps : int
+        L0 and T of the recording.
+    plan : Plan
+        What the engine ran.
+    outcome : Outcome
+        What it returned.
+    engine : str
+        Name of the engine.
+    approximate : bool
+        True where scores could not be renormalised over the visible set (a ``scores`` capture).
+    shadow_churn : float or None
+        Churn of the same policy without eviction, which unlike churn is not bounded by 2 / (B + 1).
+    version : str
+        The kvsim version that computed this.
+    loop : str
+        ``"open"``: the recorded hidden states are held fixed, so the result is exact for the first eviction only.
+    """
+
+    policy: str
+    trace_name: str
+    trace_hash: str
+    prompt_length: int
+    num_steps: int
+    plan: Plan
+    outcome: Outcome
+    engine: str
+    approximate: bool
+    shadow_churn: float | None = None
+    version: str = __version__
+    loop: str = "open"
+
+    @property
+    def mode(self) -> str:
+        """``"irreversible"`` or ``"shadow"``."""
+        return "irreversible" if self.outcome.retained is None else "shadow"
+
+    @property
+    def evicted_at(self) -> npt.NDArray[np.int32]:
+        """[G, L0+T]: the step after which each position was gone, 0 before the first step, -1 for never.
+
+        Raises
+        ------
+        KvsimError
+            In shadow mode, where sets can return; see `retained`.
+        """
+        if self.outcome.evicted_at is None:
+            raise KvsimError("a shadow result has no evicted_at: its sets can return; use retained(step)")
+        return self.outcome.evicted_at
+
+    @property
+    def budget(self) -> int | float:
+        """Tokens kept, B; the mean over groups where they differ."""
+        mean = float(self.plan.budgets.mean())
+        return int(mean) if mean.is_integer() else mean
+
+    def retained(self, step: int, group: int = 0) -> npt.NDArray[np.int64]:
+        """Give R_t, the positions retained after a step, ascending.
+
+        Parameters
+        ----------
+        step : int
+            0 (before the first step) to T.
+        group : int
+            Retention group, 0 to G - 1.
+
+        Raises
+        ------
+        KvsimError
+            If the step or the group does not exist.
+        """
+        if not 0 <= step <= self.num_steps:
+            raise KvsimError(f"step must be in 0..{self.num_steps}, got {step}")
+        if not 0 <= group < self.plan.groups.count:
+            raise KvsimError(f"group must be in 0..{self.plan.groups.count - 1}, got {group}")
+        if self.outcome.retained is not None:
+            if step == 0:
+                raise KvsimError("a shadow result has no set before step 1")
+            return np.flatnonzero(self.outcome.retained[step - 1, group])
+        gone = self.evicted_at[group, : self.prompt_length + step]
+        return np.flatnonzero((gone < 0) | (gone > step))
+
+    @cached_property
+    def steps(self) -> "pl.DataFrame":
+        """One row a step: the metrics of `kvsim.engines.outcome.METRICS`, averaged over groups."""
+        import polars as pl  # kept out of the module: machines that only record or run live need not have it
+
+        columns = {"step": np.arange(1, self.num_steps + 1), **self.outcome.metrics}
+        return pl.DataFrame(columns).with_columns(pl.col(list(self.outcome.metrics)).fill_nan(None))
+
+    @property
+    def key(self) -> dict[str, str]:
+        """What this result is a function of; two results with equal keys hold equal numbers."""
+        return {
+            "trace_hash": self.trace_hash,
+            "policy": self.policy,
+            "mode": self.mode,
+            "loop": self.loop,
+            "version": self.version,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Give the key and every metric averaged over steps (churn: from step 2), None where undefined."""
+        means = {name: _mean(self.outcome.metrics[name]) for name in METRICS}
+        return {
+            "policy": self.policy,
+            "trace": self.trace_name,
+            "budget": self.budget,
+            "prompt_length": self.prompt_length,
+            "steps": self.num_steps,
+            **means,
+            "shadow_churn": self.shadow_churn,
+            "mode": self.mode,
+            "loop": self.loop,
+            "approximate": self.approximate,
+            "group": self.plan.groups.kind,
+            "engine": self.engine,
+            "trace_hash": self.trace_hash,
+            "version": self.version,
+        }
+
+
+def _mean(column: npt.NDArray[np.float64]) -> float | None:
+    known = column[~np.isnan(column)]
+    return float(known.mean()) if known.size else None

@@ -1,0 +1,104 @@
+"""Scores of one step in float64: the definition every engine is held to (design: Score, Scorers)."""
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsim.plan import FloatArray, Groups, ScoreSource
+
+__all__ = ["attention_scores", "head_mean_scores", "independent_scores"]
+
+
+def attention_scores(
+    source: ScoreSource,
+    rows: FloatArray,
+    groups: Groups,
+    group: int,
+    visible: npt.NDArray[np.intp],
+    *,
+    renormalise: bool = True,
+) -> FloatArray:
+    """Score one group's visible positions by attention, averaged over its heads (InertiaKV Eq. 1).
+
+    Parameters
+    ----------
+    source : ScoreSource
+        A source of kind ``attention``.
+    rows : array
+        [K, H, n] attention of the eligible layers over all positions of the step.
+    groups : Groups
+        The retention groups.
+    group : int
+        Which one to score.
+    visible : array of int
+        Positions to score, ascending.
+    renormalise : bool
+        Divide each head's row by its mass over `visible`; a row whose visible mass is zero scores 0.
+
+    Returns
+    -------
+    array
+        [K_g, len(visible)], K_g the group's layers.
+    """
+    layers, heads, kv_heads = groups.members(group)
+    a = rows[layers, heads][:, :, visible]
+    if renormalise:
+        mass = a.sum(axis=-1, keepdims=True)
+        a = np.divide(a, mass, out=np.zeros_like(a), where=mass > 0)
+    if source.weight is not None:
+        weight = source.weight[layers, kv_heads][:, :, visible]
+        mean = weight.mean(axis=-1, keepdims=True)
+        weight = np.divide(weight, mean, out=np.zeros_like(weight), where=mean > 0)
+        a = a * np.repeat(weight, a.shape[1] // weight.shape[1], axis=1)
+    return _finish(source, a.mean(axis=1))
+
+
+def head_mean_scores(
+    source: ScoreSource, rows: FloatArray, groups: Groups, group: int, visible: npt.NDArray[np.intp]
+) -> FloatArray:
+    """Score one group's visible positions from a `scores` capture: the recorded head mean as it is, [K_g, n_visible].
+
+    An approximation: without heads nothing can be renormalised over the visible set.
+    """
+    layers, _, _ = groups.members(group)
+    return _finish(source, rows[layers][:, visible])
+
+
+def independent_scores(source: ScoreSource, groups: Groups, group: int, visible: npt.NDArray[np.intp]) -> FloatArray:
+    """Score one group's visible positions by a source that needs no attention, averaged over its KV heads.
+
+    Parameters
+    ----------
+    source : ScoreSource
+        A source of kind ``static`` or ``cosine``.
+    groups : Groups
+        The retention groups.
+    group : int
+        Which one to score.
+    visible : array of int
+        Positions to score, ascending.
+
+    Returns
+    -------
+    array
+        [K_g, len(visible)].
+    """
+    assert source.values is not None
+    layers, _, kv_heads = groups.members(group)
+    values = source.values[layers, kv_heads][:, :, visible]
+    if source.kind == "cosine":
+        unit = values / np.maximum(np.linalg.norm(values, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+        anchor = unit.mean(axis=2, keepdims=True)
+        norm = np.linalg.norm(anchor, axis=-1)
+        values = -np.divide((unit * anchor).sum(-1), norm, out=np.zeros(unit.shape[:-1]), where=norm > 0)
+    return _finish(source, values.mean(axis=1))
+
+
+def _finish(source: ScoreSource, s: FloatArray) -> FloatArray:
+    if source.entropy and s.shape[-1] > 1:
+        mass = s.sum(axis=-1, keepdims=True)
+        p = np.divide(s, mass, out=np.zeros_like(s), where=mass > 0)
+        entropy = -(p * np.log(np.where(p > 0, p, 1.0))).sum(axis=-1, keepdims=True)
+        s = s * (entropy / np.log(s.shape[-1]))
+    if source.signed:
+        s = s - s.min(axis=-1, keepdims=True)
+    return s

@@ -1,0 +1,186 @@
+"""The command line as a user meets it: output, JSON, exit codes, and nothing half-written."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from cases import write_trace
+from typer.testing import CliRunner
+
+import kvsim
+from kvsim.cli import app
+from kvsim.engines.outcome import METRICS
+
+
+def run(*words, code=0):
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, (result.output, result.stderr, result.exception)
+    return result
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return write_trace(tmp_path / "runs" / "first")
+
+
+def test_replay_prints_a_table(trace):
+    output = run("replay", "--trace", trace.path, "--policy", "ema:0.9", "--policy", "tova", "-q").stdout
+    for word in ("ema:0.9/budget=10%", "tova/budget=10%", "open loop", "kept mass", "raw agreement", "shadow churn"):
+        assert word in " ".join(output.split()), output
+
+
+def test_replay_json_holds_every_documented_field(trace):
+    output = run("replay", "--trace", trace.path, "--policy", "ema:0.9", "--compression-ratio", "0.5", "--json").stdout
+    (row,) = json.loads(output)["results"]
+    assert row["policy"] == "ema:0.9/budget=50%"
+    assert row["trace"] == "first"
+    assert row["budget"] == 20
+    assert row["loop"] == "open"
+    assert row["mode"] == "irreversible"
+    assert set(METRICS) <= set(row)
+    same = kvsim.replay(trace, "ema:0.9", compression_ratio=0.5).summary()
+    assert row == same
+
+
+def test_replay_takes_globs_quoted_or_expanded_by_the_shell(trace, tmp_path):
+    other = write_trace(tmp_path / "runs" / "second", seed=1)
+    (tmp_path / "runs" / "notes.txt").write_text("not a trace")
+    quoted = run("replay", "--trace", tmp_path / "runs" / "*", "--policy", "ema", "--json").stdout
+    expanded = run("replay", "--policy", "ema", "--json", "--trace", trace.path, other.path).stdout
+    assert quoted == expanded
+    assert [row["trace"] for row in json.loads(quoted)["results"]] == ["first", "second"]
+
+
+def test_own_budget_beats_the_command_line(trace):
+    output = run("replay", "--trace", trace.path, "--policy", "ema/budget=7", "--budget", "9", "--json").stdout
+    assert json.loads(output)["results"][0]["budget"] == 7
+
+
+def test_out_writes_parquet(trace, tmp_path):
+    run("replay", "--trace", trace.path, "--policy", "ema:0.9", "--policy", "tova", "--out", tmp_path / "o", "--json")
+    results, steps, evicted = (
+        pl.read_parquet(tmp_path / "o" / f"{name}.parquet") for name in ("results", "steps", "evicted_at")
+    )
+    assert results["policy"].to_list() == ["ema:0.9/budget=10%", "tova/budget=10%"]
+    assert steps.height == 2 * trace.num_steps
+    ema = evicted.filter(pl.col("policy") == "ema:0.9/budget=10%").sort("group", "position")["evicted_at"]
+    assert np.array_equal(ema.to_numpy(), kvsim.replay(trace, "ema:0.9").evicted_at.ravel())
+    assert not list(tmp_path.glob(".o*"))
+    run("replay", "--trace", trace.path, "--policy", "ema", "--out", tmp_path / "o", code=2)
+
+
+def test_out_writes_bitmaps_in_shadow_mode(trace, tmp_path):
+    run("replay", "--trace", trace.path, "--policy", "ema:0.9", "--shadow", "--out", tmp_path / "o", "--json")
+    rows = pl.read_parquet(tmp_path / "o" / "retained.parquet")
+    shadow = kvsim.replay(trace, "ema:0.9", shadow=True)
+    last = np.unpackbits(np.frombuffer(rows["bitmap"][-1], np.uint8), bitorder="little")
+    assert np.array_equal(np.flatnonzero(last), shadow.retained(trace.num_steps))
+    assert not (tmp_path / "o" / "evicted_at.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policy", "emma:0.9"], "did you mean 'ema'"),
+        (["--policy", "ema:0.9", "--budget", "0"], "at least 1 token"),
+        (["--policy", "ema:0.9", "--compression-ratio", "1"], "[0, 1)"),
+        (["--policy", "ema:0.9", "--compression-ratio", "half"], "[0, 1)"),
+        (["--policy", "ema:0.9", "--budget", "5", "--compression-ratio", "0.5"], "not both"),
+        (["--policy", "ema:0.9", "--engine", "warp"], "unknown engine 'warp'"),
+        (["--policy", "ema:0.9/protect=recent:99"], "more than the budget"),
+    ],
+)
+def test_bad_requests_exit_with_2_and_write_nothing(trace, tmp_path, words, message):
+    result = run("replay", "--trace", trace.path, *words, "--out", tmp_path / "o", code=2)
+    assert message in result.stderr
+    assert result.stderr.startswith("kvsim: error: ")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "o").exists()
+
+
+def test_bad_traces_exit_with_2(tmp_path):
+    for location, message in [
+        (tmp_path / "none", "no such trace directory"),
+        (tmp_path / "*", "no such trace directory"),
+    ]:
+        assert message in run("replay", "--trace", location, "--policy", "ema", code=2).stderr
+    (tmp_path / "empty").mkdir()
+    assert "empty" in run("replay", "--trace", tmp_path / "empty", "--policy", "ema", code=2).stderr
+
+
+def test_a_later_bad_policy_stops_everything_before_it_starts(trace, tmp_path):
+    run(
+        "replay", "--trace", trace.path, "--policy", "ema", "--policy", "full/budget=3", "--out", tmp_path / "o", code=2
+    )
+    assert not (tmp_path / "o").exists()
+
+
+def test_trace_commands(trace, tmp_path):
+    facts = json.loads(run("trace", "info", trace.path, "--json").stdout)
+    assert facts["prompt_length"] == 40
+    assert "prompt" in run("trace", "info", trace.path).stdout
+    assert "ok" in run("trace", "verify", trace.path).stdout
+    run("trace", "repair", trace.path)
+    run("trace", "export", trace.path, "--out", tmp_path / "x.npz")
+    run("trace", "import", tmp_path / "x.npz", "--out", tmp_path / "again")
+    again = kvsim.open_trace(tmp_path / "again")
+    for policy in ("ema:0.8", "h2o"):
+        if policy == "ema:0.8" or again.has("prompt_mass"):
+            assert np.array_equal(kvsim.replay(again, policy).evicted_at, kvsim.replay(trace, policy).evicted_at)
+
+
+def test_verify_names_the_damaged_file_and_exits_with_2(trace):
+    piece = next((trace.path / "attention").glob("c.*"))
+    data = bytearray(piece.read_bytes())
+    data[100] ^= 1
+    piece.write_bytes(data)
+    output = run("trace", "verify", trace.path, code=2)
+    assert piece.name in output.output
+    report = json.loads(run("trace", "verify", trace.path, "--json", code=2).stdout)
+    assert report["ok"] is False
+    assert "attention" in run("replay", "--trace", trace.path, "--policy", "ema", "-q", code=2).stderr
+
+
+def test_policies_lists_and_explains():
+    listing = run("policies").stdout
+    for word in ("ema", "tova", "vnorm", "single/group=layer", "axes"):
+        assert word in listing
+    assert "Eq. 4" in run("policies", "ema").stdout
+    assert "cumulative:start=prompt/group=head" in run("policies", "h2o/budget=10%").stdout
+    entries = json.loads(run("policies", "--json").stdout)
+    assert {"ema", "tova", "keydiff"} <= {entry["name"] for entry in entries["policies"]}
+    assert "did you mean 'tova'" in run("policies", "tovaa", code=2).stderr
+
+
+def test_record_refuses_bad_requests_before_loading_anything(tmp_path):
+    prompt = tmp_path / "p.txt"
+    prompt.write_text("hello")
+    common = ["record", "--model", tmp_path / "none", "--out", tmp_path / "o"]
+    assert "--steps" in run(*common, "--prompt", prompt, "--steps", "0", code=2).stderr
+    assert "none" in run(*common, "--prompt", prompt, code=2).stderr
+    assert "No such file" in run(*common, "--prompt", tmp_path / "q.txt", code=2).stderr
+    empty = tmp_path / "e.txt"
+    empty.write_text(" \n")
+    assert "is empty" in run(*common, "--prompt", empty, code=2).stderr
+    assert not (tmp_path / "o").exists()
+
+
+def test_help_reads_well():
+    top = run("--help").stdout
+    for command in ("replay", "record", "trace", "policies", "bench"):
+        assert command in top
+    assert "Fraction of the prompt REMOVED" in " ".join(run("replay", "--help").stdout.split())
+    assert run("--version").stdout.strip() == f"kvsim {kvsim.__version__}"
+
+
+def test_the_core_imports_without_torch_or_polars():
+    code = (
+        "import sys; import kvsim, kvsim_traces, kvsim.cli; "
+        "bad = {'torch', 'transformers', 'triton', 'polars', 'altair', 'zarr'} & set(sys.modules); assert not bad, bad"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)

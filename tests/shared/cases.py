@@ -1,0 +1,128 @@
+"""The shared case list: every engine and kernel is compared with the reference on these."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from kvsim_traces import Trace, TraceWriter, open_trace
+from kvsim_traces.manifest import LayerInfo, Manifest
+
+SAMPLES = Path(__file__).parents[2] / "traces" / "samples"
+
+# One line a policy.
+POLICIES = [
+    "full",
+    "single",
+    "single/group=layer",
+    "single/group=head",
+    "cumulative",
+    "cumulative/group=layer",
+    "cumulative:start=prompt/group=head",
+    "cumulative:start=prompt/when=prefill",
+    "ema:0",
+    "ema:0.5",
+    "ema:0.8",
+    "ema:0.95/group=layer",
+    "ema:0.9/group=head",
+    "ema:0.8,over=step",
+    "ema:0.8,over=layer",
+    "ema:0.8/refresh=4",
+    "ema:0.8/refresh=first",
+    "ema:0.6/refresh=3/group=head",
+    "ema:0.8/protect=sink:2+recent:3",
+    "ema:0.8/budget=10%",
+    "ema:0.8/budget=13/group=layer",
+    "cumulative/protect=recent:50%",
+    "ema:0.8/score=entropy",
+    "ema:0.8/score=vnorm",
+    "cumulative/score=vnorm/group=head",
+    "ema:0.8/score=keydiff",
+    "ema:0.5/score=knorm/refresh=2",
+    "ema:0.8/score=recency",
+    "tova",
+    "h2o",
+    "streaming:4",
+    "keydiff",
+    "keydiff/when=prefill",
+    "knorm",
+    "random:7",
+    "inertiakv",
+    "inertiakv-lazy:4",
+    "score-free",
+]
+
+NEEDS_HEADS = [p for p in POLICIES if "group=head" in p or p.partition("/")[0] in ("h2o", "keydiff", "knorm")]
+NEEDS_KEYS = [p for p in POLICIES if "vnorm" in p or "keydiff" in p or "knorm" in p]
+
+
+def random_attention(
+    rng: np.random.Generator, steps: int, layers: int, heads: int, prompt: int
+) -> npt.NDArray[np.float32]:
+    """[T, K, H, L0+T] rows that sum to 1 over 0..p_t, peaked as attention is, with a drifting preference."""
+    positions = prompt + steps
+    taste = rng.normal(size=(layers, heads, positions))
+    rows = np.zeros((steps, layers, heads, positions), dtype=np.float32)
+    for t in range(steps):
+        taste = 0.9 * taste + 0.6 * rng.normal(size=taste.shape)
+        weights = np.exp(1.5 * taste[..., : prompt + t + 1])
+        rows[t, ..., : prompt + t + 1] = weights / weights.sum(-1, keepdims=True)
+    return rows
+
+
+def write_trace(
+    path: Path,
+    *,
+    capture: str = "heads",
+    seed: int = 0,
+    steps: int = 12,
+    layers: int = 3,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    prompt: int = 40,
+    attention: npt.NDArray[np.float32] | None = None,
+    eligible: list[int] | None = None,
+) -> Trace:
+    """Write a synthetic recording; `heads` ones hold keys and values as well, so that every policy can run on them."""
+    rng = np.random.default_rng(seed)
+    if attention is None:
+        attention = random_attention(rng, steps, layers, heads, prompt)
+    steps, layers, heads, _ = attention.shape
+    queries = rng.normal(size=(steps, layers, heads, head_dim)).astype(np.float32)
+    keys = rng.normal(size=(layers, kv_heads, prompt + steps, head_dim)).astype(np.float32)
+    values = rng.normal(size=keys.shape).astype(np.float32)
+    mass = rng.gamma(1.0, size=(layers, heads, prompt)).astype(np.float32)
+    arrays = {
+        "heads": ["attention", "keys", "values", "prompt_mass"],
+        "scores": ["scores", "prompt_mass"],
+        "qk": ["queries", "keys", "prompt_mass"],
+        "qkv": ["queries", "keys", "values", "prompt_mass"],
+    }[capture]
+    manifest = Manifest(
+        capture=capture,
+        prompt_length=prompt,
+        planned_steps=steps,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim if capture != "scores" else None,
+        arrays=[*arrays, "row_sums"],
+        layers=[LayerInfo(eligible=eligible is None or layer in eligible) for layer in range(layers)],
+    )
+    with TraceWriter(path, manifest) as writer:
+        writer.write_prompt(
+            keys=keys[:, :, :prompt] if "keys" in arrays else None,
+            values=values[:, :, :prompt] if "values" in arrays else None,
+            prompt_mass=mass,
+        )
+        for t in range(steps):
+            row = attention[t, :, :, : prompt + t + 1]
+            writer.append(
+                attention=row if capture == "heads" else None,
+                scores=row.mean(axis=1) if capture == "scores" else None,
+                queries=queries[t] if "queries" in arrays else None,
+                keys=keys[:, :, prompt + t] if "keys" in arrays else None,
+                values=values[:, :, prompt + t] if "values" in arrays else None,
+                row_sums=row.sum(-1),
+            )
+    return open_trace(path)
