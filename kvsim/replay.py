@@ -1,6 +1,5 @@
 """Replay: what a policy would have kept of a recording."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -9,6 +8,7 @@ from kvsim_traces import Trace, open_trace
 
 from kvsim.budget import DEFAULT_COMPRESSION_RATIO, Budget
 from kvsim.engines import DEFAULT_ENGINE, get_engine
+from kvsim.engines.outcome import Progress
 from kvsim.errors import KvsimError
 from kvsim.policy import Policy, parse
 from kvsim.result import Result
@@ -47,7 +47,7 @@ def replay(
     shadow: bool = False,
     shadow_churn: bool = True,
     engine: str = DEFAULT_ENGINE,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Result:
     """Replay a policy on a recording, open loop.
 

@@ -1,6 +1,7 @@
 """What the commands share: consoles, errors, progress, JSON."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ from kvsim.errors import KvsimError
 
 __all__ = ["ErrorGroup", "console", "fail", "print_json", "progress_bar", "stderr"]
 
-console = Console()
+# A table in a pipe or a file gets room for its columns; a terminal decides for itself.
+console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 stderr = Console(stderr=True)
 
 

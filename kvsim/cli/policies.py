@@ -24,7 +24,7 @@ def policies(
 ) -> None:
     """List the policies and scorers, or explain one: its arguments, its source, and what a preset expands to."""
     if name is None:
-        entries = [_entry(cls) for cls in [*HEADS.values(), *SCORERS.values()]]
+        entries = [_entry(cls) for cls in [*_sorted(HEADS), *_sorted(SCORERS)]]
         if as_json:
             print_json({"policies": entries, "axes": list(AXES)})
         else:
@@ -47,6 +47,10 @@ def policies(
     for label, key in (("canonical", "canonical"), ("expands to", "expands_to")):
         if entry.get(key):
             console.print(f"{label}: {entry[key]}", highlight=False, markup=False)
+
+
+def _sorted(registry: dict[str, Any]) -> list[Any]:
+    return [registry[name] for name in sorted(registry)]
 
 
 def _entry(cls: type[Any]) -> dict[str, Any]:

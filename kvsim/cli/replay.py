@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 from kvsim_traces import Trace, open_trace
+from rich import box
 from rich.table import Table
 
+from kvsim.budget import Budget
 from kvsim.cli.output import console, print_json, progress_bar, stderr
 from kvsim.engines import DEFAULT_ENGINE, ENGINES, get_engine
 from kvsim.errors import KvsimError
-from kvsim.policy import parse
+from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget
 from kvsim.replay import replay as run_replay
 from kvsim.result import Result
@@ -21,13 +23,13 @@ __all__ = ["find_traces", "replay"]
 
 COLUMNS = {
     "budget": "B",
-    "kept_mass": "kept mass",
+    "kept_mass": "kept\nmass",
     "churn": "churn",
-    "shadow_churn": "shadow churn",
-    "raw_churn": "raw churn",
-    "raw_agreement": "raw agreement",
-    "raw_top_evicted": "raw-top evicted",
-    "output_error": "output error",
+    "shadow_churn": "shadow\nchurn",
+    "raw_churn": "raw\nchurn",
+    "raw_agreement": "raw\nagreement",
+    "raw_top_evicted": "raw-top\nevicted",
+    "output_error": "output\nerror",
     "ties": "ties",
 }
 
@@ -96,9 +98,8 @@ def replay(
     for recording in traces:
         for wanted in policies:
             with progress_bar(f"{recording.path.name}  {wanted}", quiet=quiet or as_json) as advance:
-                results.append(
-                    run_replay(recording, wanted.with_budget(chosen), shadow=shadow, engine=engine, progress=advance)
-                )
+                asked = wanted.with_budget(chosen)
+                results.append(run_replay(recording, asked, shadow=shadow, engine=engine, progress=advance))
     if out is not None:
         from kvsim.tables import write_parquet
 
@@ -106,30 +107,34 @@ def replay(
     if as_json:
         print_json({"results": [result.summary() for result in results]})
         return
-    for recording in traces:
-        own = [result for result in results if result.trace_hash == recording.hash]
-        console.print(_table(recording, own))
+    for index, recording in enumerate(traces):
+        own = results[index * len(policies) : (index + 1) * len(policies)]
+        console.print(_table(recording, policies, own, chosen))
     if out is not None:
-        stderr.print(f"wrote {out}")
+        stderr.print(f"wrote {out}", highlight=False, markup=False)
 
 
-def _table(trace: Trace, results: list[Result]) -> Table:
-    mode = "shadow mode (nothing evicted), open loop" if results[0].mode == "shadow" else "irreversible, open loop"
+def _table(trace: Trace, policies: list[Policy], results: list[Result], budget: Budget) -> Table:
     title = (
         f"{trace.path.name}: prompt {trace.prompt_length}, steps {trace.num_steps}, "
         f"{len(trace.eligible_layers)} layers, {trace.num_heads} heads ({trace.num_kv_heads} KV)"
     )
-    approximate = any(result.approximate for result in results)
-    caption = mode + ("; ~ scores are head means, not renormalised: approximate" if approximate else "")
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    notes = ["shadow mode: nothing is evicted" if results[0].mode == "shadow" else "irreversible", "open loop"]
+    if any(policy.budget is None for policy in policies):
+        ratio = "" if budget.keep_ratio is None else f" of the prompt (compression_ratio {1 - budget.keep_ratio})"
+        notes.append(f"B: {budget}{'' if ratio else ' tokens'}{ratio}")
+    if any(result.approximate for result in results):
+        notes.append("~ scores are head means, not renormalised over what is visible: approximate")
+    table = Table(title=title, caption="; ".join(notes), title_justify="left", caption_justify="left")
+    table.box, table.padding = box.SIMPLE_HEAD, (0, 1)
     table.add_column("policy", overflow="fold")
     rows = [result.summary() for result in results]
     shown = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
     for name in shown:
-        table.add_column(COLUMNS[name], justify="right")
-    for row in rows:
+        table.add_column(COLUMNS[name], justify="right", no_wrap=True, vertical="bottom")
+    for policy, row in zip(policies, rows, strict=True):
         cells = [_cell(name, row[name]) for name in shown]
-        table.add_row(("~ " if row["approximate"] else "") + row["policy"], *cells)
+        table.add_row(("~ " if row["approximate"] else "") + str(policy), *cells)
     return table
 
 
@@ -138,4 +143,4 @@ def _cell(name: str, value: float | None) -> str:
         return "-"
     if name in ("budget", "ties"):
         return f"{value:.10g}" if float(value).is_integer() else f"{value:.1f}"
-    return f"{value:.4f}"
+    return f"{value:.3f}"

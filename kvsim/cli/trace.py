@@ -1,7 +1,8 @@
 """``kvsim trace``: look at recordings, check and mend them, bring them in and out."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from kvsim_traces import describe, export_npz, import_npz, open_trace, repair_trace, verify_trace
@@ -27,9 +28,45 @@ def info(trace: TraceDir, as_json: AsJson = False) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in facts.items():
-        table.add_row(name.replace("_", " "), _text(value))
+    for name, value in _facts(facts):
+        table.add_row(name, value)
     console.print(table, highlight=False)
+
+
+def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    manifest = facts["manifest"]
+    generation, check, model = manifest["generation"], manifest["check"], manifest["model"]
+    yield "path", facts["path"]
+    yield "hash", facts["hash"]
+    yield "capture", f"{manifest['capture']}, {facts['bytes'] / 1e6:.1f} MB"
+    state = "complete" if manifest["complete"] else f"INCOMPLETE, {manifest['planned_steps']} planned"
+    yield "length", f"prompt {manifest['prompt_length']}, steps {manifest['committed_steps']} ({state})"
+    eligible, layers = len(facts["eligible_layers"]), manifest["num_layers"]
+    heads = f"{manifest['num_heads']} heads, {manifest['num_kv_heads']} KV heads"
+    yield "layers", f"{layers} recorded, {eligible} eligible; {heads}, head dim {manifest['head_dim'] or '-'}"
+    if model is not None:
+        yield "model", f"{model['name']} (config {model['config_hash'][:12]}, weights {model['weights_hash'][:12]})"
+    if manifest["tokenizer"] is not None:
+        yield "tokenizer", f"{manifest['tokenizer']['name']} ({manifest['tokenizer']['hash'][:12]})"
+    flags = ["end of sequence suppressed"] if generation["suppress_eos"] else []
+    flags += ["chat template"] if generation["chat_template"] else []
+    yield "tokens", ", ".join([generation["mode"], f"temperature {generation['temperature']:g}", *flags])
+    if check is not None:
+        yield (
+            "check",
+            f"step {check['step']} against {check['against']}: largest error {check['max_abs_error']:.1e} "
+            f"as computed, {check['max_abs_error_stored']:.1e} as stored",
+        )
+    for name, array in facts["arrays"].items():
+        shape = " x ".join(map(str, array["shape"]))
+        yield name, f"{array['dtype']} [{shape}], {array['bytes'] / 1e6:.2f} MB in {array['pieces']} pieces"
+    environment = ", ".join(f"{name} {value}" for name, value in manifest["environment"].items())
+    yield (
+        "recorded",
+        f"{manifest['created']} by kvsim {manifest['kvsim_version']}" + f"; {environment}" * bool(environment),
+    )
+    for note in manifest["notes"]:
+        yield "note", note
 
 
 @app.command()
@@ -83,11 +120,3 @@ def export(
     """Write a recording as a plain .npz that `kvsim trace import` reads back."""
     export_npz(open_trace(trace), out)
     console.print(f"wrote {out}", highlight=False, markup=False)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value)) or "none"
-    return str(value)

@@ -1,19 +1,31 @@
-"""Engines run plans on traces; all of them return what `kvsim.engines.reference` returns."""
+"""Engines run plans on traces; all of them return the `evicted_at` of `kvsim.engines.reference`."""
 
-from collections.abc import Callable
+import importlib
+from typing import Protocol
 
-from kvsim.engines.outcome import Outcome
-from kvsim.engines.reference import run as _reference
+from kvsim_traces import Trace
+
+from kvsim.engines.outcome import Outcome, Progress
 from kvsim.errors import unknown_name
+from kvsim.plan import Plan
 
-__all__ = ["DEFAULT_ENGINE", "ENGINES", "Outcome", "get_engine"]
-
-ENGINES: dict[str, Callable[..., Outcome]] = {"reference": _reference}
-
-DEFAULT_ENGINE = "reference"
+__all__ = ["DEFAULT_ENGINE", "ENGINES", "Engine", "Outcome", "get_engine"]
 
 
-def get_engine(name: str) -> Callable[..., Outcome]:
+class Engine(Protocol):
+    """A function that replays a plan."""
+
+    def __call__(self, trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | None = None) -> Outcome:
+        """See `kvsim.engines.reference.run`."""
+
+
+ENGINES = {"cpu": "kvsim.engines.cpu", "reference": "kvsim.engines.reference"}
+"""Name and module of each engine; a module is imported when its engine is first asked for."""
+
+DEFAULT_ENGINE = "cpu"
+
+
+def get_engine(name: str) -> Engine:
     """Look an engine up by name.
 
     Raises
@@ -23,4 +35,5 @@ def get_engine(name: str) -> Callable[..., Outcome]:
     """
     if name not in ENGINES:
         raise unknown_name("engine", name, ENGINES)
-    return ENGINES[name]
+    engine: Engine = importlib.import_module(ENGINES[name]).run
+    return engine

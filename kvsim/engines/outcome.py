@@ -1,11 +1,15 @@
 """What every engine returns."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["METRICS", "Outcome"]
+__all__ = ["METRICS", "Outcome", "Progress"]
+
+Progress = Callable[[int, int], None]
+"""Called with (steps done, steps in all)."""
 
 METRICS = {
     "kept_mass": "attention that step t's query could still see, averaged over a group's layers and heads",

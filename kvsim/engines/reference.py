@@ -1,12 +1,11 @@
 """The reference engine: plain NumPy in float64, and the definition of every number (design: section 2)."""
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 from kvsim_traces import Trace
 
-from kvsim.engines.outcome import METRICS, Outcome
+from kvsim.engines.outcome import METRICS, Outcome, Progress
+from kvsim.engines.output import output_error_of_step
 from kvsim.plan import FloatArray, Plan
 from kvsim.scoring import attention_scores, head_mean_scores, independent_scores
 
@@ -15,9 +14,7 @@ __all__ = ["run"]
 BoolArray = npt.NDArray[np.bool_]
 
 
-def run(
-    trace: Trace, plan: Plan, *, shadow: bool = False, progress: Callable[[int, int], None] | None = None
-) -> Outcome:
+def run(trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | None = None) -> Outcome:
     """Replay a plan on a trace.
 
     Parameters
@@ -48,12 +45,10 @@ def run(
     values = _values(trace, plan) if trace.has("values") and heads_known else None
     raw_before: list[BoolArray] = []
 
-    if plan.evicts[0]:
+    if plan.evicts[0] and not shadow:
         for g in range(groups.count):
-            kept, _ = _select(state[g], np.arange(prompt), plan, g)
-            if not shadow:
-                evicted_at[g, :prompt][~kept[:prompt]] = 0
-            retained[g] = kept
+            retained[g], _ = _select(state[g], np.arange(prompt), plan, g)
+            evicted_at[g, :prompt][~retained[g, :prompt]] = 0
 
     for t in range(1, steps + 1):
         n = prompt + t
@@ -105,7 +100,7 @@ def run(
             raw_now.append(raw)
         raw_before = raw_now
         if values is not None:
-            metrics["output_error"][t - 1] = _output_error(rows, values[:, :, :n], visible_now[:, :n], plan)
+            metrics["output_error"][t - 1] = output_error_of_step(rows, values[:, :, :n], visible_now[:, :n], plan)
         if history is not None:
             history[t - 1] = retained
         if progress is not None:
@@ -151,18 +146,3 @@ def _churn(now: BoolArray, before: BoolArray) -> float:
 def _values(trace: Trace, plan: Plan) -> FloatArray:
     """Values of the eligible layers, [K, Hk, L0+T, d]."""
     return np.stack([trace.values(layer) for layer in plan.groups.layers]).astype(np.float64)
-
-
-def _output_error(rows: FloatArray, values: FloatArray, visible: BoolArray, plan: Plan) -> float:
-    """||o_full - o_V|| / ||o_full|| of each layer's concatenated heads, averaged over layers."""
-    errors = []
-    for layer, (a, v) in enumerate(zip(rows, values, strict=True)):
-        share = a.shape[0] // v.shape[0]
-        mask = np.repeat(visible[plan.groups.of_layer(layer)], share, axis=0)
-        seen = np.where(mask, a, 0)
-        mass = seen.sum(axis=-1, keepdims=True)
-        seen = np.divide(seen, mass, out=np.zeros_like(seen), where=mass > 0)
-        v = np.repeat(v, share, axis=0)
-        full = np.matmul(a[:, None], v)
-        errors.append(np.linalg.norm(full - np.matmul(seen[:, None], v)) / np.linalg.norm(full))
-    return float(np.mean(errors))

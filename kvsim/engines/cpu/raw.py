@@ -1,0 +1,68 @@
+"""Raw top-B sets: what the full cache's current scores would keep, and how a retained set compares."""
+
+import numba
+import numpy as np
+
+from kvsim.engines.cpu.half import load
+from kvsim.engines.cpu.select import kth_smallest
+
+__all__ = ["compare_evicted", "compare_history", "raw_sets"]
+
+
+@numba.njit(cache=True, nogil=True)
+def raw_sets(data, bases, stride, scale, span, budget, prompt, sets):
+    """Write the bitmap of each step's `budget` highest mean scores into `sets`, [T, ceil(L / 8)] uint8."""
+    steps = bases.size
+    keys, scratch = np.empty(prompt + steps, np.float32), np.empty(prompt + steps, np.float32)
+    for t in range(steps):
+        n = prompt + t + 1
+        for i in range(n):
+            total = 0.0
+            start = bases[t] + i * stride
+            for e in range(span):
+                total += load(data, start + e)
+            keys[i] = np.float32(total * scale / span)
+            scratch[i] = keys[i]
+        excess = n - budget
+        cut, quota = np.float32(-np.inf), 0
+        if excess > 0:
+            cut = kth_smallest(scratch[:n], excess - 1)
+            quota = excess
+            for i in range(n):
+                quota -= keys[i] < cut
+        for i in range(n):
+            if keys[i] < cut:
+                continue
+            if keys[i] == cut and quota > 0:
+                quota -= 1
+                continue
+            sets[t, i >> 3] |= np.uint8(1 << (i & 7))
+
+
+@numba.njit(cache=True, nogil=True)
+def compare_evicted(sets, evicted_at, prompt, agreement, missed):
+    """Compare raw sets with the retained sets of `evicted_at` [L], step by step."""
+    for t in range(sets.shape[0]):
+        both, raw, kept = 0, 0, 0
+        for i in range(prompt + t + 1):
+            in_raw = (sets[t, i >> 3] >> (i & 7)) & 1
+            in_kept = evicted_at[i] < 0 or evicted_at[i] > t + 1
+            raw += in_raw
+            kept += in_kept
+            both += in_raw and in_kept
+        agreement[t] = both / (raw + kept - both)
+        missed[t] = 1.0 - both / raw
+
+
+@numba.njit(cache=True, nogil=True)
+def compare_history(sets, history, prompt, agreement, missed):
+    """Compare raw sets with the shadow sets of `history` [T, L], step by step."""
+    for t in range(sets.shape[0]):
+        both, raw, kept = 0, 0, 0
+        for i in range(prompt + t + 1):
+            in_raw = (sets[t, i >> 3] >> (i & 7)) & 1
+            raw += in_raw
+            kept += history[t, i]
+            both += in_raw and history[t, i]
+        agreement[t] = both / (raw + kept - both)
+        missed[t] = 1.0 - both / raw

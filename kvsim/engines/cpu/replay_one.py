@@ -1,0 +1,245 @@
+"""One policy, one retention group: survivors only, in the layer order of the definition (float64 state)."""
+
+import numba
+import numpy as np
+
+from kvsim.engines.cpu.half import load, prefetch
+from kvsim.engines.cpu.select import drop_lowest
+
+__all__ = ["ATTENTION", "COSINE", "STATIC", "compact", "replay_group"]
+
+ATTENTION, STATIC, COSINE = 0, 1, 2
+"""Kinds of score source, as the kernel knows them."""
+
+
+@numba.njit(cache=True, nogil=True)
+def _mass(data, base, stride, scale, span, pos, n, member, mass):
+    """Sum each element of the group's rows over the members among pos[:n]."""
+    mass[:span] = 0
+    for j in range(n):
+        if member[j]:
+            start = base + pos[j] * stride
+            for e in range(span):
+                mass[e] += load(data, start + e)
+    for e in range(span):
+        mass[e] *= scale
+
+
+@numba.njit(cache=True, nogil=True)
+def _attention(data, base, stride, scale, depth, heads, pos, n, inverse, weight, s):
+    """Set s[l, j] to the mean over heads of row times inverse[l, h], times the position's weight if there is one."""
+    weighted = weight.size > 0
+    for j in range(n):
+        start = base + pos[j] * stride
+        for layer in range(depth):
+            total = 0.0
+            for h in range(heads):
+                x = np.float64(load(data, start + layer * heads + h)) * scale * inverse[layer * heads + h]
+                if weighted:
+                    x *= weight[layer, h, pos[j]]
+                total += x
+            s[layer, j] = total / heads
+
+
+@numba.njit(cache=True, nogil=True)
+def _weight_means(weight, depth, heads, pos, n, inverse):
+    """Divide each head's factor by the mean of its weights over the visible positions."""
+    for layer in range(depth):
+        for h in range(heads):
+            mean = 0.0
+            for j in range(n):
+                mean += weight[layer, h, pos[j]]
+            mean /= n
+            inverse[layer * heads + h] = inverse[layer * heads + h] / mean if mean > 0 else 0.0
+
+
+@numba.njit(cache=True, nogil=True)
+def _cosine(units, depth, kv_heads, pos, n, s):
+    """Set s[l, j] to minus the cosine between a unit key and the mean of the visible ones, averaged over KV heads."""
+    dim = units.shape[3]
+    anchor = np.empty(dim)
+    for layer in range(depth):
+        for j in range(n):
+            s[layer, j] = 0.0
+        for kv in range(kv_heads):
+            anchor[:] = 0
+            for j in range(n):
+                for d in range(dim):
+                    anchor[d] += units[layer, kv, pos[j], d]
+            norm = 0.0
+            for d in range(dim):
+                anchor[d] /= n
+                norm += anchor[d] * anchor[d]
+            norm = np.sqrt(norm)
+            for j in range(n):
+                product = 0.0
+                for d in range(dim):
+                    product += units[layer, kv, pos[j], d] * anchor[d]
+                if norm > 0:
+                    s[layer, j] -= product / norm / kv_heads
+
+
+@numba.njit(cache=True, nogil=True)
+def _finish(s, depth, n, entropy, signed):
+    """Entropy weighting and the shift of scores that may be negative, layer by layer."""
+    for layer in range(depth):
+        if entropy and n > 1:
+            mass = 0.0
+            for j in range(n):
+                mass += s[layer, j]
+            if mass > 0:
+                h = 0.0
+                for j in range(n):
+                    p = s[layer, j] / mass
+                    if p > 0:
+                        h -= p * np.log(p)
+                h /= np.log(n)
+                for j in range(n):
+                    s[layer, j] *= h
+        if signed:
+            low = s[layer, 0]
+            for j in range(n):
+                low = min(low, s[layer, j])
+            for j in range(n):
+                s[layer, j] -= low
+
+
+@numba.njit(cache=True, nogil=True)
+def compact(m, pos, n, drop, evicted_at, step):
+    """Close the gaps that the dropped positions leave; give the new length."""
+    k = 0
+    for j in range(n):
+        if drop[j]:
+            evicted_at[pos[j]] = step
+        else:
+            pos[k] = pos[j]
+            m[k] = m[j]
+            k += 1
+    return k
+
+
+@numba.njit(cache=True, nogil=True)
+def replay_group(
+    data,
+    bases,
+    stride,
+    scale,
+    depth,
+    heads,
+    kind,
+    renormalise,
+    weight,
+    static,
+    units,
+    entropy,
+    signed,
+    a,
+    b,
+    reset,
+    scored,
+    evicts,
+    budget,
+    n_sink,
+    n_recent,
+    prompt,
+    m0,
+    shadow,
+    evicted_at,
+    history,
+    kept_mass,
+    ties,
+    retained,
+    churn,
+):
+    """Replay one group over all steps; the last six arguments are the answer.
+
+    Rows of step t start at ``bases[t]`` of `data`, position i's ``depth * heads`` elements at ``i * stride`` from
+    there. `weight` is [K, heads, L], `static` [K, L], `units` [K, kv heads, L, d]; those not needed are empty. In
+    shadow mode all positions are ranked, `history` [T, L] receives the sets, and `evicted_at` stays untouched.
+    """
+    steps = bases.size
+    total = prompt + steps
+    span = depth * heads
+    pos = np.empty(total, np.int64)
+    m = np.zeros(total)
+    member = np.ones(total, np.bool_)
+    keys, scratch = np.empty(total, np.float32), np.empty(total, np.float32)
+    drop = np.zeros(total, np.bool_)
+    # Rows of an odd number of cache lines, so that they do not all fall into one cache set.
+    s = np.empty((depth, ((total + 7) // 8 | 1) * 8))
+    mass, inverse = np.empty(span), np.empty(span)
+    n = prompt
+    for j in range(n):
+        pos[j] = j
+        m[j] = m0[j]
+
+    if evicts[0] and n > budget and not shadow:
+        drop_lowest(m, pos, n, budget, n_sink, n_recent, keys, scratch, drop)
+        n = compact(m, pos, n, drop, evicted_at, 0)
+
+    size = n
+    for t in range(steps):
+        pos[n] = prompt + t
+        m[n] = 0
+        member[n] = True
+        n += 1
+        base = bases[t]
+        _mass(data, base, stride, scale, span, pos, n, member, mass)
+        visible = 0.0
+        for e in range(span):
+            visible += mass[e]
+        kept_mass[t] = visible / span
+
+        if scored[t]:
+            if kind == ATTENTION:
+                for e in range(span):
+                    inverse[e] = (1.0 / mass[e] if mass[e] > 0 else 0.0) if renormalise else 1.0
+                if weight.size > 0:
+                    _weight_means(weight, depth, heads, pos, n, inverse)
+                _attention(data, base, stride, scale, depth, heads, pos, n, inverse, weight, s)
+            elif kind == STATIC:
+                for layer in range(depth):
+                    for j in range(n):
+                        s[layer, j] = static[layer, pos[j]]
+            else:
+                _cosine(units, depth, units.shape[1], pos, n, s)
+            if entropy or signed:
+                _finish(s, depth, n, entropy, signed)
+            if reset:
+                m[:n] = 0
+            for layer in range(depth):
+                old, new = a[t, layer], b[t, layer]
+                for j in range(n):
+                    m[j] = old * m[j] + new * s[layer, j]
+        elif n > 1:
+            mean = 0.0
+            for j in range(n - 1):
+                mean += m[j]
+            m[n - 1] = mean / (n - 1)
+
+        if t + 1 < steps and not shadow:
+            for j in range(n):
+                prefetch(data, bases[t + 1] + pos[j] * stride)
+
+        ties[t] = 0
+        if shadow:
+            _, ties[t] = drop_lowest(m, pos, n, budget, n_sink, n_recent, keys, scratch, drop)
+            both, now = 0, 0
+            for j in range(n):
+                stays = not drop[j]
+                both += stays and member[j] and j < n - 1
+                now += stays
+                member[j] = stays
+                history[t, j] = stays
+            churn[t] = 1.0 - both / (size + now - both)
+            size = now
+        else:
+            before, gone, newest_gone = n - 1, 0, False
+            if evicts[t + 1] and n > budget:
+                gone, ties[t] = drop_lowest(m, pos, n, budget, n_sink, n_recent, keys, scratch, drop)
+                newest_gone = drop[n - 1]
+                n = compact(m, pos, n, drop, evicted_at, t + 1)
+            both = before - gone + newest_gone
+            churn[t] = 1.0 - both / (before + (not newest_gone))
+            size = n
+        retained[t] = size

@@ -1,0 +1,42 @@
+"""Every engine returns what the reference returns, on the whole shared case list."""
+
+import numpy as np
+import pytest
+from cases import NEEDS_HEADS, NEEDS_KEYS, POLICIES, write_trace
+
+import kvsim
+from kvsim.engines import ENGINES
+
+OTHERS = sorted(set(ENGINES) - {"reference"})
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    return {
+        "heads": write_trace(folder / "heads", seed=11, steps=16, prompt=48, kv_heads=2),
+        "scores": write_trace(folder / "scores", seed=12, capture="scores", steps=16, prompt=48),
+        "qkv": write_trace(folder / "qkv", seed=13, capture="qkv", steps=16, prompt=48),
+        "long": write_trace(folder / "long", seed=14, steps=40, prompt=9, layers=5, heads=3, kv_heads=1),
+        "wide": write_trace(folder / "wide", seed=15, steps=5, prompt=30, layers=9, heads=9, kv_heads=3),
+    }
+
+
+@pytest.mark.parametrize("shadow", [False, True], ids=["irreversible", "shadow"])
+@pytest.mark.parametrize("kind", ["heads", "scores", "qkv", "long", "wide"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("engine", OTHERS)
+def test_equals_the_reference(traces, engine, policy, kind, shadow):
+    if kind == "scores" and policy in NEEDS_HEADS + NEEDS_KEYS:
+        pytest.skip("needs heads or keys")
+    budget = 8 if "sink" in policy or "streaming" in policy else 5
+    want, got = (
+        kvsim.replay(traces[kind], policy, budget=budget, engine=e, shadow=shadow, shadow_churn=False)
+        for e in ("reference", engine)
+    )
+    if shadow:
+        assert np.array_equal(want.outcome.retained, got.outcome.retained)
+    else:
+        assert np.array_equal(want.evicted_at, got.evicted_at)
+    for name, column in want.outcome.metrics.items():
+        np.testing.assert_allclose(got.outcome.metrics[name], column, rtol=1e-9, atol=1e-12, err_msg=name)
