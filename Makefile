@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint samples clean
+.PHONY: demo test samples golden clean
 
 demo: $(VENV)/core
 	$(BIN)/kvsim replay --trace traces/samples/smollm2-needle-512 \
@@ -19,6 +19,9 @@ test: $(VENV)/test
 
 samples: $(VENV)/test
 	$(BIN)/python traces/make_samples.py
+
+golden: $(VENV)/test
+	PYTHONPATH=tests/shared $(BIN)/python tests/kvsim/test_golden.py
 
 clean:
 	rm -rf $(VENV)

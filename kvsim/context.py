@@ -1,7 +1,7 @@
 """What a policy sees when it draws up its `Plan`: the trace, the groups, the axes of the policy string."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -14,13 +14,12 @@ from kvsim.errors import PolicyError
 from kvsim.plan import FloatArray, Groups, Plan, ScoreSource
 from kvsim.protect import Protect
 from kvsim.scoring import independent_scores
+from kvsim.when import When
 
 if TYPE_CHECKING:
     from kvsim.scorers import Scorer
 
-__all__ = ["Context", "When"]
-
-When = Literal["every", "prefill"]
+__all__ = ["Context"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Context:
         Tokens kept, None for all.
     protect : Protect
         Positions that are not evicted while others remain.
-    when : {"every", "prefill"}
-        Evict after every step, or once before the first.
+    when : When
+        Evict after every step, once before the first, or in batches on overflow.
     """
 
     policy: str
@@ -88,6 +87,42 @@ class Context:
             [mass[layers, heads].mean(axis=1) for layers, heads, _ in map(groups.members, range(groups.count))]
         )
 
+    def prompt_attention(self, layer: int, window: int) -> FloatArray:
+        """Compute the attention of the prompt's last queries over the prompt, [H, window, L0].
+
+        Parameters
+        ----------
+        layer : int
+            Index among the eligible layers.
+        window : int
+            How many of the last queries; the trace must have kept as many.
+
+        Raises
+        ------
+        CaptureError
+            If the trace has no keys or no prompt queries.
+        PolicyError
+            If the trace keeps fewer prompt queries.
+        """
+        recorded = self.groups.layers[layer]
+        queries = self.trace.prompt_queries()[recorded].astype(np.float64)
+        if queries.shape[1] < window:
+            raise PolicyError(
+                f"{self.policy}: needs the prompt's last {window} queries, but {self.trace.path} keeps "
+                f"{queries.shape[1]}; use a smaller window or record with --prompt-queries {window}"
+            )
+        info = self.trace.manifest.layers[recorded]
+        prompt = self.prompt_length
+        keys = np.repeat(self.keys[layer, :, :prompt], self.groups.num_heads // self.groups.num_kv_heads, axis=0)
+        scaling = keys.shape[-1] ** -0.5 if info.scaling is None else info.scaling
+        logits = queries[:, -window:] @ keys.transpose(0, 2, 1) * scaling
+        if info.softcap is not None:
+            logits = info.softcap * np.tanh(logits / info.softcap)
+        future = np.arange(prompt) > np.arange(prompt - window, prompt)[:, None]
+        logits[:, future] = -np.inf
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        return weights / weights.sum(axis=-1, keepdims=True)
+
     def linear(self, a: npt.ArrayLike, b: npt.ArrayLike, *, reset: bool = False, m0: FloatArray | None = None) -> Plan:
         """Complete a linear rule into a plan; the axes of the policy string fill in the rest.
 
@@ -113,7 +148,7 @@ class Context:
         evicts = np.ones(steps + 1, dtype=np.bool_)
         evicts[0] = False
         scored = self._scored_steps()
-        if self.when == "prefill":
+        if self.when.name == "prefill":
             evicts, scored = ~evicts, np.zeros(steps, dtype=np.bool_)
             if score.kind != "attention":
                 state = self._prompt_state(score, a[0], b[0], state)
@@ -122,10 +157,7 @@ class Context:
                     f"{self.policy}: when=prefill needs scores before the first step; use cumulative:start=prompt "
                     "or a score that needs no attention (score=keydiff, knorm, recency, random)"
                 )
-        budgets = self._budgets()
-        protect = [self.protect.resolve(budget) for budget in budgets.tolist()]
-        sink, recent = (np.array(column, dtype=np.int64) for column in zip(*protect, strict=True))
-        return Plan(
+        plan = Plan(
             policy=self.policy,
             groups=groups,
             m0=state,
@@ -135,10 +167,18 @@ class Context:
             scored=scored,
             evicts=evicts,
             score=score,
-            budgets=budgets,
-            n_sink=sink,
-            n_recent=recent,
+            budgets=np.zeros(groups.count, dtype=np.int64),
+            n_sink=np.zeros(groups.count, dtype=np.int64),
+            n_recent=np.zeros(groups.count, dtype=np.int64),
+            batch=self.when.percent / 100 if self.when.name == "overflow" else 0.0,
         )
+        return self.allot(plan, self._budgets())
+
+    def allot(self, plan: Plan, budgets: npt.NDArray[np.int64]) -> Plan:
+        """Give every group its own budget, [G], and its protected positions with it."""
+        protect = [self.protect.resolve(budget) for budget in budgets.tolist()]
+        sink, recent = (np.array(column, dtype=np.int64) for column in zip(*protect, strict=True))
+        return replace(plan, budgets=budgets, n_sink=sink, n_recent=recent)
 
     def _budgets(self) -> npt.NDArray[np.int64]:
         tokens = self.trace.num_positions if self.budget is None else self.budget.resolve(self.prompt_length)

@@ -78,24 +78,34 @@ class ScoreSource:
 
     Attributes
     ----------
-    kind : {"attention", "static", "cosine"}
+    kind : {"attention", "static", "cosine", "bilinear"}
         ``attention``: the attention row, renormalised over the visible set per head (InertiaKV Eq. 1).
         ``static``: `values`, the same at every step. ``cosine``: minus the cosine between each vector of `values`
-        and the mean of the visible unit vectors.
+        and the mean of the visible unit vectors. ``bilinear``: the product of a step's vector of `queries` with each
+        vector of `values`.
     values : array or None
-        ``static``: [K, Hk, L0+T]; ``cosine``: [K, Hk, L0+T, d].
+        ``static``: [K, Hk, L0+T]; ``cosine`` and ``bilinear``: [K, Hk, L0+T, d].
+    queries : array or None
+        ``bilinear``: [T, K, Hk, d].
     weight : array or None
         [K, Hk, L0+T]; multiplies the attention of a head, over its own mean over the visible set.
+    heads : {"mean", "max"}
+        How the heads of a group are combined.
     entropy : bool
         Multiply a layer's score by the entropy of its attention over log n.
+    pivotal : bool
+        1 where a layer's score is above its mean over the visible set, 0 elsewhere (ScissorHands).
     signed : bool
         Scores may be negative; they are shifted by their minimum over the visible set.
     """
 
-    kind: Literal["attention", "static", "cosine"]
+    kind: Literal["attention", "static", "cosine", "bilinear"]
     values: FloatArray | None = None
+    queries: FloatArray | None = None
     weight: FloatArray | None = None
+    heads: Literal["mean", "max"] = "mean"
     entropy: bool = False
+    pivotal: bool = False
     signed: bool = False
 
 
@@ -123,6 +133,15 @@ class Plan:
         Where the scores come from.
     budgets, n_sink, n_recent : array of int
         [G] tokens kept, and how many of the first and of the last positions are protected.
+    window : int
+        If not 0, the state is the sum over the last `window` scored steps of the scores summed over layers.
+    ring : array or None
+        [G, window, L0] scores of the `window` queries before step 1, oldest first; zero if None.
+    pool : int
+        Rank by the maximum of the state over this many neighbours among the visible positions (odd; 1 for none).
+    batch : float
+        If not 0, eviction waits until the budget is exceeded and then takes this share of what is visible, lowest
+        first, again and again until the budget holds (WG-KV K.1).
     """
 
     policy: str
@@ -137,3 +156,14 @@ class Plan:
     budgets: npt.NDArray[np.int64]
     n_sink: npt.NDArray[np.int64]
     n_recent: npt.NDArray[np.int64]
+    window: int = 0
+    ring: FloatArray | None = None
+    pool: int = 1
+    batch: float = 0.0
+
+    def target(self, group: int, visible: int) -> int:
+        """Give how many of `visible` positions stay when a group is over its budget."""
+        budget = int(self.budgets[group])
+        while self.batch and visible > budget:
+            visible -= max(1, int(self.batch * visible))
+        return visible if self.batch else min(budget, visible)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from kvsim_traces import Trace
 
 from kvsim.budget import Budget
-from kvsim.context import Context, When
+from kvsim.context import Context
 from kvsim.errors import PolicyError, unknown_name
 from kvsim.grammar import format_part, parse_part
 from kvsim.head import HEADS, Head, Preset, Rule
@@ -25,15 +25,15 @@ from kvsim.plan import GROUP_KINDS, GroupKind, Groups, Plan
 from kvsim.protect import Protect
 from kvsim.scorers import SCORERS, Scorer
 from kvsim.scorers.attention import Attention
+from kvsim.when import When
 
 __all__ = ["AXES", "Policy", "parse"]
 
-WHENS: tuple[When, ...] = ("every", "prefill")
 
 DEFAULT_SCORE: Scorer = Attention()
 DEFAULT_REFRESH = 1
 DEFAULT_GROUP: GroupKind = "shared"
-DEFAULT_WHEN: When = "every"
+DEFAULT_WHEN = When()
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Policy:
         Tokens kept; beats the command line's.
     protect : Protect, optional
         Positions that are not evicted while others remain.
-    when : {"every", "prefill"}, optional
-        Evict after every step, or once before the first and never again.
+    when : When, optional
+        Evict after every step, once before the first and never again, or in batches on overflow.
     """
 
     head: Head
@@ -73,8 +73,6 @@ class Policy:
             raise PolicyError(f"refresh must be a number of steps of at least 1, or 'first', got {self.refresh}")
         if self.group is not None and self.group not in GROUP_KINDS:
             raise unknown_name("group", self.group, GROUP_KINDS)
-        if self.when is not None and self.when not in WHENS:
-            raise unknown_name("when", self.when, WHENS)
         base = self.head.expand() if isinstance(self.head, Preset) else None
         for axis, spec in AXES.items():
             inherited = getattr(base, axis) if base else None
@@ -165,7 +163,7 @@ AXES: dict[str, _Axis] = {
     "group": _Axis(str, default=DEFAULT_GROUP),
     "budget": _Axis(Budget.parse),
     "protect": _Axis(Protect.parse, default=Protect()),
-    "when": _Axis(str, default=DEFAULT_WHEN),
+    "when": _Axis(When.parse, default=DEFAULT_WHEN),
 }
 
 # A "/" starts an axis only before a word and "=", so that file paths need no quoting.

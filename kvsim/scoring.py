@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from kvsim.plan import FloatArray, Groups, ScoreSource
 
-__all__ = ["attention_scores", "head_mean_scores", "independent_scores"]
+__all__ = ["attention_scores", "head_mean_scores", "independent_scores", "pooled"]
 
 
 def attention_scores(
@@ -49,7 +49,7 @@ def attention_scores(
         mean = weight.mean(axis=-1, keepdims=True)
         weight = np.divide(weight, mean, out=np.zeros_like(weight), where=mean > 0)
         a = a * np.repeat(weight, a.shape[1] // weight.shape[1], axis=1)
-    return _finish(source, a.mean(axis=1))
+    return _finish(source, _over_heads(source, a))
 
 
 def head_mean_scores(
@@ -63,19 +63,23 @@ def head_mean_scores(
     return _finish(source, rows[layers][:, visible])
 
 
-def independent_scores(source: ScoreSource, groups: Groups, group: int, visible: npt.NDArray[np.intp]) -> FloatArray:
+def independent_scores(
+    source: ScoreSource, groups: Groups, group: int, visible: npt.NDArray[np.intp], step: int = 0
+) -> FloatArray:
     """Score one group's visible positions by a source that needs no attention, averaged over its KV heads.
 
     Parameters
     ----------
     source : ScoreSource
-        A source of kind ``static`` or ``cosine``.
+        A source of another kind than ``attention``.
     groups : Groups
         The retention groups.
     group : int
         Which one to score.
     visible : array of int
         Positions to score, ascending.
+    step : int
+        Step t, from 1, for a ``bilinear`` source.
 
     Returns
     -------
@@ -90,7 +94,23 @@ def independent_scores(source: ScoreSource, groups: Groups, group: int, visible:
         anchor = unit.mean(axis=2, keepdims=True)
         norm = np.linalg.norm(anchor, axis=-1)
         values = -np.divide((unit * anchor).sum(-1), norm, out=np.zeros(unit.shape[:-1]), where=norm > 0)
-    return _finish(source, values.mean(axis=1))
+    elif source.kind == "bilinear":
+        assert source.queries is not None
+        values = np.einsum("lhnd,lhd->lhn", values, source.queries[step - 1, layers, kv_heads])
+    return _finish(source, _over_heads(source, values))
+
+
+def pooled(m: FloatArray, size: int) -> FloatArray:
+    """Give each element the maximum over the `size` neighbours around it (odd), fewer at the ends."""
+    if size == 1:
+        return m
+    half = size // 2
+    padded = np.concatenate([np.full(half, -np.inf), m, np.full(half, -np.inf)])
+    return np.lib.stride_tricks.sliding_window_view(padded, size).max(axis=-1)
+
+
+def _over_heads(source: ScoreSource, s: FloatArray) -> FloatArray:
+    return s.max(axis=1) if source.heads == "max" else s.mean(axis=1)
 
 
 def _finish(source: ScoreSource, s: FloatArray) -> FloatArray:
@@ -99,6 +119,8 @@ def _finish(source: ScoreSource, s: FloatArray) -> FloatArray:
         p = np.divide(s, mass, out=np.zeros_like(s), where=mass > 0)
         entropy = -(p * np.log(np.where(p > 0, p, 1.0))).sum(axis=-1, keepdims=True)
         s = s * (entropy / np.log(s.shape[-1]))
+    if source.pivotal:
+        s = (s > s.mean(axis=-1, keepdims=True)).astype(np.float64)
     if source.signed:
         s = s - s.min(axis=-1, keepdims=True)
     return s

@@ -142,5 +142,5 @@ def _cell(name: str, value: float | None) -> str:
     if value is None:
         return "-"
     if name in ("budget", "ties"):
-        return f"{value:.10g}" if float(value).is_integer() else f"{value:.1f}"
+        return f"{value:.10g}" if float(value).is_integer() else f"{value:.2g}"
     return f"{value:.3f}"

@@ -7,7 +7,7 @@ from kvsim_traces import Trace
 from kvsim.engines.outcome import METRICS, Outcome, Progress
 from kvsim.engines.output import output_error_of_step
 from kvsim.plan import FloatArray, Plan
-from kvsim.scoring import attention_scores, head_mean_scores, independent_scores
+from kvsim.scoring import attention_scores, head_mean_scores, independent_scores, pooled
 
 __all__ = ["run"]
 
@@ -44,10 +44,14 @@ def run(trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | 
     metrics = {name: np.full((steps, groups.count), np.nan) for name in METRICS}
     values = _values(trace, plan) if trace.has("values") and heads_known else None
     raw_before: list[BoolArray] = []
+    ring = np.zeros((groups.count, plan.window, positions))
+    if plan.ring is not None:
+        ring[:, :, :prompt] = plan.ring
+    updates = 0
 
     if plan.evicts[0] and not shadow:
         for g in range(groups.count):
-            retained[g], _ = _select(state[g], np.arange(prompt), plan, g)
+            retained[g], _ = _select(state[g], np.arange(prompt), plan, g, plan.target(g, prompt))
             evicted_at[g, :prompt][~retained[g, :prompt]] = 0
 
     for t in range(1, steps + 1):
@@ -64,22 +68,27 @@ def run(trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | 
             m = state[g]
             if plan.scored[t - 1]:
                 if plan.score.kind != "attention":
-                    scores = independent_scores(plan.score, groups, g, visible)
+                    scores = independent_scores(plan.score, groups, g, visible, t)
                 elif heads_known:
                     scores = attention_scores(plan.score, rows, groups, g, visible, renormalise=not shadow)
                 else:
                     scores = head_mean_scores(plan.score, rows, groups, g, visible)
-                if plan.reset:
-                    m[visible] = 0
-                for a, b, s in zip(plan.a[t - 1], plan.b[t - 1], scores, strict=True):
-                    m[visible] = a * m[visible] + b * s
+                if plan.window:
+                    ring[g, updates % plan.window, visible] = scores.sum(axis=0)
+                    m[visible] = ring[g][:, visible].sum(axis=0)
+                else:
+                    if plan.reset:
+                        m[visible] = 0
+                    for a, b, s in zip(plan.a[t - 1], plan.b[t - 1], scores, strict=True):
+                        m[visible] = a * m[visible] + b * s
             elif visible.size > 1:
                 m[newest] = m[visible[:-1]].mean()
 
             ties = 0
             before = retained[g].copy()
             if shadow or (plan.evicts[t] and visible.size > plan.budgets[g]):
-                retained[g], ties = _select(m, visible, plan, g)
+                stay = int(plan.budgets[g]) if shadow else plan.target(g, visible.size)
+                retained[g], ties = _select(m, visible, plan, g, stay)
                 if not shadow:
                     evicted_at[g, visible[~retained[g, visible]]] = t
             else:
@@ -98,6 +107,7 @@ def run(trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | 
                 metrics["churn"][t - 1, g] = _churn(retained[g], before)
                 metrics["raw_churn"][t - 1, g] = _churn(raw, raw_before[g])
             raw_now.append(raw)
+        updates += bool(plan.scored[t - 1])
         raw_before = raw_now
         if values is not None:
             metrics["output_error"][t - 1] = output_error_of_step(rows, values[:, :, :n], visible_now[:, :n], plan)
@@ -110,23 +120,25 @@ def run(trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | 
     return Outcome(None if shadow else evicted_at, history, per_step)
 
 
-def _select(m: FloatArray, visible: npt.NDArray[np.intp], plan: Plan, g: int) -> tuple[BoolArray, int]:
-    """Keep the budget's worth of `visible`: protected first, then by float32 state, then the newest; count ties."""
+def _select(m: FloatArray, visible: npt.NDArray[np.intp], plan: Plan, g: int, stay: int) -> tuple[BoolArray, int]:
+    """Keep `stay` of `visible`: protected first, then by float32 rank, then the newest; count ties."""
     kept = np.zeros(m.size, dtype=np.bool_)
+    rank = np.zeros(m.size)
+    rank[visible] = pooled(m[visible], plan.pool)
     protected = (visible < plan.n_sink[g]) | (visible > visible[-1] - plan.n_recent[g])
     free = visible[~protected]
-    room = int(plan.budgets[g]) - int(protected.sum())
+    room = stay - int(protected.sum())
     kept[visible[protected]] = True
     if room >= free.size:
         kept[free] = True
         return kept, 0
-    chosen = _top(m, free, room, m.size)
+    chosen = _top(rank, free, room, m.size)
     kept |= chosen
     if room <= 0:
         return kept, 0
     lost = free[~chosen[free]]
-    cut = m[lost].astype(np.float32).max()
-    tied = m[free].astype(np.float32) == cut
+    cut = rank[lost].astype(np.float32).max()
+    tied = rank[free].astype(np.float32) == cut
     return kept, int(tied.sum()) if bool(tied[chosen[free]].any()) else 0
 
 

@@ -19,6 +19,7 @@ from kvsim.policies.streaming import Streaming
 from kvsim.protect import Protect
 from kvsim.scorers import SCORERS
 from kvsim.scorers.random import RandomScore
+from kvsim.when import When
 
 
 @pytest.mark.parametrize("text", POLICIES)
@@ -30,9 +31,7 @@ def test_case_list_round_trips(text):
 
 def test_every_head_and_scorer_is_in_the_case_list():
     heads = {text.partition("/")[0].partition(":")[0] for text in POLICIES}
-    scores = {part.removeprefix("score=") for text in POLICIES for part in text.split("/") if part.startswith("score=")}
-    presets = [kvsim.parse(text).expand() for text in POLICIES]
-    scores |= {policy.score.name for policy in presets if policy.score}
+    scores = {policy.score.name for text in POLICIES if (policy := kvsim.parse(text).expand()).score}
     assert heads == set(HEADS)
     assert scores | {"attention"} == set(SCORERS)
 
@@ -80,9 +79,9 @@ def test_presets_expand(text, expansion):
 
 def test_a_preset_and_its_expansion_are_one_policy(tmp_path):
     trace = write_trace(tmp_path / "t")
-    for name, cls in HEADS.items():
-        if issubclass(cls, Preset):
-            got, want = (kvsim.replay(trace, p, shadow_churn=False) for p in (name, kvsim.parse(name).expand()))
+    for policy in map(kvsim.parse, POLICIES):
+        if isinstance(policy.head, Preset):
+            got, want = (kvsim.replay(trace, p, shadow_churn=False) for p in (policy, policy.expand()))
             assert got.evicted_at.tolist() == want.evicted_at.tolist()
 
 
@@ -97,6 +96,10 @@ def test_a_preset_and_its_expansion_are_one_policy(tmp_path):
         ("ema:0.9/refresh=-1", "refresh must be"),
         ("ema:0.9/group=heads", r"unknown group 'heads'; did you mean 'head'"),
         ("ema:0.9/when=never", "unknown when 'never'"),
+        ("ema:0.9/when=prefill:10%", "when takes every, prefill"),
+        ("ema:0.9/when=overflow:0%", "1% to 100%"),
+        ("window:0", "at least 1"),
+        ("window:3,pool=2", "odd"),
         ("ema:1", r"alpha of 'ema' must be in \[0, 1\), got 1"),
         ("ema:nan", "must be a finite number"),
         ("ema:fast", "alpha of 'ema' must be a finite number, got 'fast'"),
@@ -170,7 +173,7 @@ policies = st.builds(
     protect=st.one_of(
         st.none(), st.builds(Protect, st.integers(0, 99), st.one_of(st.integers(0, 99), st.just("50%"), st.just("7%")))
     ),
-    when=st.sampled_from([None, "every", "prefill"]),
+    when=st.sampled_from([None, When(), When("prefill"), When("overflow"), When("overflow", 25)]),
 )
 
 

@@ -39,8 +39,18 @@ POLICIES = [
     "ema:0.8/score=keydiff",
     "ema:0.5/score=knorm/refresh=2",
     "ema:0.8/score=recency",
+    "window:5",
+    "window:3,pool=3/group=head",
+    "window:4/score=vnorm/refresh=2",
+    "window:3,start=prompt/group=layer",
+    "ema:0.8/when=overflow",
+    "cumulative/when=overflow:30%/group=head",
+    "ema:0.5/score=attention:heads=max/group=head",
     "tova",
     "h2o",
+    "snapkv:6",
+    "snapkv:6,kernel=3,heads=max/when=every",
+    "scissorhands:6",
     "streaming:4",
     "keydiff",
     "keydiff/when=prefill",
@@ -51,8 +61,11 @@ POLICIES = [
     "score-free",
 ]
 
-NEEDS_HEADS = [p for p in POLICIES if "group=head" in p or p.partition("/")[0] in ("h2o", "keydiff", "knorm")]
-NEEDS_KEYS = [p for p in POLICIES if "vnorm" in p or "keydiff" in p or "knorm" in p]
+PER_HEAD = ("h2o", "keydiff", "knorm", "snapkv", "scissorhands")
+NEEDS_HEADS = [p for p in POLICIES if "group=head" in p or p.startswith(PER_HEAD)]
+NEEDS_KEYS = [
+    p for p in POLICIES if any(word in p for word in ("vnorm", "keydiff", "knorm", "start=prompt/group=layer"))
+]
 
 
 def random_attention(
@@ -91,12 +104,13 @@ def write_trace(
     queries = rng.normal(size=(steps, layers, heads, head_dim)).astype(np.float32)
     keys = rng.normal(size=(layers, kv_heads, prompt + steps, head_dim)).astype(np.float32)
     values = rng.normal(size=keys.shape).astype(np.float32)
+    prompt_queries = rng.normal(size=(layers, heads, min(8, prompt), head_dim)).astype(np.float32)
     mass = rng.gamma(1.0, size=(layers, heads, prompt)).astype(np.float32)
     arrays = {
-        "heads": ["attention", "keys", "values", "prompt_mass"],
+        "heads": ["attention", "keys", "values", "prompt_mass", "prompt_queries"],
         "scores": ["scores", "prompt_mass"],
-        "qk": ["queries", "keys", "prompt_mass"],
-        "qkv": ["queries", "keys", "values", "prompt_mass"],
+        "qk": ["queries", "keys", "prompt_mass", "prompt_queries"],
+        "qkv": ["queries", "keys", "values", "prompt_mass", "prompt_queries"],
     }[capture]
     manifest = Manifest(
         capture=capture,
@@ -114,6 +128,7 @@ def write_trace(
             keys=keys[:, :, :prompt] if "keys" in arrays else None,
             values=values[:, :, :prompt] if "values" in arrays else None,
             prompt_mass=mass,
+            prompt_queries=prompt_queries if "prompt_queries" in arrays else None,
         )
         for t in range(steps):
             row = attention[t, :, :, : prompt + t + 1]

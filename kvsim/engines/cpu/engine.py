@@ -14,7 +14,7 @@ from kvsim_traces import Trace
 from kvsim.engines.cpu.raw import compare_evicted, compare_history, raw_sets
 from kvsim.engines.cpu.replay_fast import replay_fast
 from kvsim.engines.cpu.replay_many import replay_shared
-from kvsim.engines.cpu.replay_one import ATTENTION, COSINE, STATIC, replay_group
+from kvsim.engines.cpu.replay_one import ATTENTION, BILINEAR, COSINE, STATIC, replay_group
 from kvsim.engines.cpu.rows import TokenRows, token_rows
 from kvsim.engines.outcome import METRICS, Outcome, Progress
 from kvsim.engines.output import output_error
@@ -24,7 +24,7 @@ __all__ = ["Mode", "is_plain", "run", "run_many"]
 
 Mode = Literal["exact", "fast"]
 
-KINDS = {"attention": ATTENTION, "static": STATIC, "cosine": COSINE}
+KINDS = {"attention": ATTENTION, "static": STATIC, "cosine": COSINE, "bilinear": BILINEAR}
 
 
 def run(
@@ -65,9 +65,29 @@ def run(
             replay_fast(*recording, renormalise, *rule, *limits, True, evicted_at[g], *answers)
         else:
             sets = np.zeros((0, 0), np.bool_) if history is None else history[g]
-            score = (*source.of_group(plan, g, heads), plan.score.entropy, plan.score.signed)
-            kind = KINDS[plan.score.kind]
-            replay_group(*recording, kind, renormalise, *score, *rule, *limits, shadow, evicted_at[g], sets, *answers)
+            history_of_scores = np.zeros((plan.window, positions))
+            if plan.ring is not None:
+                history_of_scores[:, : trace.prompt_length] = plan.ring[g]
+            replay_group(
+                *recording,
+                KINDS[plan.score.kind],
+                renormalise,
+                *source.of_group(plan, g, heads),
+                plan.score.heads == "max",
+                plan.score.entropy,
+                plan.score.pivotal,
+                plan.score.signed,
+                *rule,
+                *limits,
+                plan.window,
+                history_of_scores,
+                plan.pool,
+                plan.batch,
+                shadow,
+                evicted_at[g],
+                sets,
+                *answers,
+            )
 
     _over_groups(one, groups.count, steps, progress)
     metrics["churn"][:, 0] = np.nan
@@ -117,9 +137,10 @@ def run_many(
 
 
 def is_plain(plan: Plan) -> bool:
-    """Whether a plan's scores are attention as it is, which the fast and the many-policy kernels know."""
+    """Whether a plan is plain attention under a linear rule, which the fast and the many-policy kernels know."""
     score = plan.score
-    return score.kind == "attention" and score.weight is None and not score.entropy and not score.signed
+    weighted = score.weight is not None or score.entropy or score.pivotal or score.signed or score.heads == "max"
+    return score.kind == "attention" and not (weighted or plan.window or plan.pool > 1 or plan.batch)
 
 
 def _fits_one_pass(plan: Plan) -> bool:
@@ -209,30 +230,35 @@ class _Source:
 
     weight: npt.NDArray[np.float64] | None
     static: npt.NDArray[np.float64] | None
-    units: npt.NDArray[np.float64] | None
+    vectors: npt.NDArray[np.float64] | None
+    queries: npt.NDArray[np.float64] | None
 
     @classmethod
     def of(cls, plan: Plan) -> "_Source":
         score = plan.score
         static = score.values if score.kind == "static" else None
-        units = None
+        vectors = score.values if score.kind == "bilinear" else None
         if score.kind == "cosine":
             assert score.values is not None
             tiny = np.finfo(np.float64).tiny
-            units = score.values / np.maximum(np.linalg.norm(score.values, axis=-1, keepdims=True), tiny)
-        return cls(score.weight, static, units)
+            vectors = score.values / np.maximum(np.linalg.norm(score.values, axis=-1, keepdims=True), tiny)
+        return cls(score.weight, static, vectors, score.queries)
 
     def of_group(self, plan: Plan, g: int, heads: int) -> tuple[npt.NDArray[np.float64], ...]:
         layers, _, kv = plan.groups.members(g)
-        weight, static, units = np.empty((0, 0, 0)), np.empty((0, 0)), np.empty((0, 0, 0, 0))
+        weight, static = np.empty((0, 0, 0)), np.empty((0, 0))
+        vectors, queries = np.empty((0, 0, 0, 0)), np.empty((0, 0, 0, 0))
         if self.weight is not None:
             own = self.weight[layers, kv]
             weight = np.repeat(own, heads // own.shape[1], axis=1)
         if self.static is not None:
-            static = np.ascontiguousarray(self.static[layers, kv].mean(axis=1))
-        if self.units is not None:
-            units = np.ascontiguousarray(self.units[layers, kv])
-        return weight, static, units
+            static = self.static[layers, kv]
+            static = np.ascontiguousarray(static.max(axis=1) if plan.score.heads == "max" else static.mean(axis=1))
+        if self.vectors is not None:
+            vectors = np.ascontiguousarray(self.vectors[layers, kv])
+        if self.queries is not None:
+            queries = np.ascontiguousarray(self.queries[:, layers, kv])
+        return weight, static, vectors, queries
 
 
 class _RawSets:

@@ -6,9 +6,9 @@ import numpy as np
 from kvsim.engines.cpu.half import load, prefetch
 from kvsim.engines.cpu.select import drop_lowest
 
-__all__ = ["ATTENTION", "COSINE", "STATIC", "compact", "replay_group"]
+__all__ = ["ATTENTION", "BILINEAR", "COSINE", "STATIC", "compact", "replay_group"]
 
-ATTENTION, STATIC, COSINE = 0, 1, 2
+ATTENTION, STATIC, COSINE, BILINEAR = 0, 1, 2, 3
 """Kinds of score source, as the kernel knows them."""
 
 
@@ -26,8 +26,8 @@ def _mass(data, base, stride, scale, span, pos, n, member, mass):
 
 
 @numba.njit(cache=True, nogil=True)
-def _attention(data, base, stride, scale, depth, heads, pos, n, inverse, weight, s):
-    """Set s[l, j] to the mean over heads of row times inverse[l, h], times the position's weight if there is one."""
+def _attention(data, base, stride, scale, depth, heads, pos, n, inverse, weight, highest, s):
+    """Set s[l, j] to the mean or maximum over heads of row times inverse[l, h] (and weight)."""
     weighted = weight.size > 0
     for j in range(n):
         start = base + pos[j] * stride
@@ -37,8 +37,8 @@ def _attention(data, base, stride, scale, depth, heads, pos, n, inverse, weight,
                 x = np.float64(load(data, start + layer * heads + h)) * scale * inverse[layer * heads + h]
                 if weighted:
                     x *= weight[layer, h, pos[j]]
-                total += x
-            s[layer, j] = total / heads
+                total = max(total, x) if highest else total + x
+            s[layer, j] = total if highest else total / heads
 
 
 @numba.njit(cache=True, nogil=True)
@@ -54,13 +54,13 @@ def _weight_means(weight, depth, heads, pos, n, inverse):
 
 
 @numba.njit(cache=True, nogil=True)
-def _cosine(units, depth, kv_heads, pos, n, s):
-    """Set s[l, j] to minus the cosine between a unit key and the mean of the visible ones, averaged over KV heads."""
+def _cosine(units, depth, kv_heads, pos, n, highest, s):
+    """Set s[l, j] to minus the cosine of a unit key and the mean visible one, over KV heads."""
     dim = units.shape[3]
     anchor = np.empty(dim)
     for layer in range(depth):
         for j in range(n):
-            s[layer, j] = 0.0
+            s[layer, j] = -np.inf if highest else 0.0
         for kv in range(kv_heads):
             anchor[:] = 0
             for j in range(n):
@@ -75,13 +75,32 @@ def _cosine(units, depth, kv_heads, pos, n, s):
                 product = 0.0
                 for d in range(dim):
                     product += units[layer, kv, pos[j], d] * anchor[d]
-                if norm > 0:
-                    s[layer, j] -= product / norm / kv_heads
+                cosine = product / norm if norm > 0 else 0.0
+                if highest:
+                    s[layer, j] = max(s[layer, j], -cosine)
+                else:
+                    s[layer, j] -= cosine / kv_heads
 
 
 @numba.njit(cache=True, nogil=True)
-def _finish(s, depth, n, entropy, signed):
-    """Entropy weighting and the shift of scores that may be negative, layer by layer."""
+def _bilinear(keys, queries, depth, kv_heads, pos, n, highest, s):
+    """Set s[l, j] to the product of the step's query and a key, over KV heads."""
+    for layer in range(depth):
+        for j in range(n):
+            s[layer, j] = -np.inf if highest else 0.0
+            for kv in range(kv_heads):
+                product = 0.0
+                for d in range(keys.shape[3]):
+                    product += keys[layer, kv, pos[j], d] * queries[layer, kv, d]
+                if highest:
+                    s[layer, j] = max(s[layer, j], product)
+                else:
+                    s[layer, j] += product / kv_heads
+
+
+@numba.njit(cache=True, nogil=True)
+def _finish(s, depth, n, entropy, pivotal, signed):
+    """Entropy weighting, the mark of pivotal positions, and the shift of scores that may be negative, layer by layer."""
     for layer in range(depth):
         if entropy and n > 1:
             mass = 0.0
@@ -96,12 +115,57 @@ def _finish(s, depth, n, entropy, signed):
                 h /= np.log(n)
                 for j in range(n):
                     s[layer, j] *= h
+        if pivotal:
+            mean = 0.0
+            for j in range(n):
+                mean += s[layer, j]
+            mean /= n
+            for j in range(n):
+                s[layer, j] = s[layer, j] > mean
         if signed:
             low = s[layer, 0]
             for j in range(n):
                 low = min(low, s[layer, j])
             for j in range(n):
                 s[layer, j] -= low
+
+
+@numba.njit(cache=True, nogil=True)
+def _slide(ring, slot, s, depth, pos, n, m):
+    """Put a step's scores in the place of the oldest ones and sum up the window."""
+    for j in range(n):
+        total = 0.0
+        for layer in range(depth):
+            total += s[layer, j]
+        ring[slot, pos[j]] = total
+        total = 0.0
+        for w in range(ring.shape[0]):
+            total += ring[w, pos[j]]
+        m[j] = total
+
+
+@numba.njit(cache=True, nogil=True)
+def _pooled(m, n, size, rank):
+    """Give the maximum of the state over `size` neighbours, in `rank`; the state itself if there is no pooling."""
+    if size == 1:
+        return m
+    half = size // 2
+    for j in range(n):
+        high = m[j]
+        for k in range(max(0, j - half), min(n, j + half + 1)):
+            high = max(high, m[k])
+        rank[j] = high
+    return rank
+
+
+@numba.njit(cache=True, nogil=True)
+def _target(n, budget, batch):
+    """Give how many of n positions stay; see `kvsim.plan.Plan.target`."""
+    if batch == 0:
+        return min(budget, n)
+    while n > budget:
+        n -= max(1, int(batch * n))
+    return n
 
 
 @numba.njit(cache=True, nogil=True)
@@ -130,8 +194,11 @@ def replay_group(
     renormalise,
     weight,
     static,
-    units,
+    vectors,
+    queries,
+    highest,
     entropy,
+    pivotal,
     signed,
     a,
     b,
@@ -143,6 +210,10 @@ def replay_group(
     n_recent,
     prompt,
     m0,
+    window,
+    ring,
+    pool,
+    batch,
     shadow,
     evicted_at,
     history,
@@ -154,8 +225,9 @@ def replay_group(
     """Replay one group over all steps; the last six arguments are the answer.
 
     Rows of step t start at ``bases[t]`` of `data`, position i's ``depth * heads`` elements at ``i * stride`` from
-    there. `weight` is [K, heads, L], `static` [K, L], `units` [K, kv heads, L, d]; those not needed are empty. In
-    shadow mode all positions are ranked, `history` [T, L] receives the sets, and `evicted_at` stays untouched.
+    there. `weight` is [K, heads, L], `static` [K, L], `vectors` [K, kv heads, L, d] (unit keys for the cosine),
+    `queries` [T, K, kv heads, d], `ring` [window, L] is overwritten; those not needed are empty. In shadow mode all
+    positions are ranked, `history` [T, L] receives the sets, and `evicted_at` stays untouched.
     """
     steps = bases.size
     total = prompt + steps
@@ -164,7 +236,7 @@ def replay_group(
     m = np.zeros(total)
     member = np.ones(total, np.bool_)
     keys, scratch = np.empty(total, np.float32), np.empty(total, np.float32)
-    drop = np.zeros(total, np.bool_)
+    drop, rank = np.zeros(total, np.bool_), np.empty(total)
     # Rows of an odd number of cache lines, so that they do not all fall into one cache set.
     s = np.empty((depth, ((total + 7) // 8 | 1) * 8))
     mass, inverse = np.empty(span), np.empty(span)
@@ -174,10 +246,10 @@ def replay_group(
         m[j] = m0[j]
 
     if evicts[0] and n > budget and not shadow:
-        drop_lowest(m, pos, n, budget, n_sink, n_recent, keys, scratch, drop)
+        drop_lowest(_pooled(m, n, pool, rank), pos, n, _target(n, budget, batch), n_sink, n_recent, keys, scratch, drop)
         n = compact(m, pos, n, drop, evicted_at, 0)
 
-    size = n
+    size, updates = n, 0
     for t in range(steps):
         pos[n] = prompt + t
         m[n] = 0
@@ -196,21 +268,27 @@ def replay_group(
                     inverse[e] = (1.0 / mass[e] if mass[e] > 0 else 0.0) if renormalise else 1.0
                 if weight.size > 0:
                     _weight_means(weight, depth, heads, pos, n, inverse)
-                _attention(data, base, stride, scale, depth, heads, pos, n, inverse, weight, s)
+                _attention(data, base, stride, scale, depth, heads, pos, n, inverse, weight, highest, s)
             elif kind == STATIC:
                 for layer in range(depth):
                     for j in range(n):
                         s[layer, j] = static[layer, pos[j]]
+            elif kind == COSINE:
+                _cosine(vectors, depth, vectors.shape[1], pos, n, highest, s)
             else:
-                _cosine(units, depth, units.shape[1], pos, n, s)
-            if entropy or signed:
-                _finish(s, depth, n, entropy, signed)
-            if reset:
-                m[:n] = 0
-            for layer in range(depth):
-                old, new = a[t, layer], b[t, layer]
-                for j in range(n):
-                    m[j] = old * m[j] + new * s[layer, j]
+                _bilinear(vectors, queries[t], depth, vectors.shape[1], pos, n, highest, s)
+            if entropy or pivotal or signed:
+                _finish(s, depth, n, entropy, pivotal, signed)
+            if window > 0:
+                _slide(ring, updates % window, s, depth, pos, n, m)
+            else:
+                if reset:
+                    m[:n] = 0
+                for layer in range(depth):
+                    old, new = a[t, layer], b[t, layer]
+                    for j in range(n):
+                        m[j] = old * m[j] + new * s[layer, j]
+            updates += 1
         elif n > 1:
             mean = 0.0
             for j in range(n - 1):
@@ -223,7 +301,7 @@ def replay_group(
 
         ties[t] = 0
         if shadow:
-            _, ties[t] = drop_lowest(m, pos, n, budget, n_sink, n_recent, keys, scratch, drop)
+            _, ties[t] = drop_lowest(_pooled(m, n, pool, rank), pos, n, budget, n_sink, n_recent, keys, scratch, drop)
             both, now = 0, 0
             for j in range(n):
                 stays = not drop[j]
@@ -236,7 +314,9 @@ def replay_group(
         else:
             before, gone, newest_gone = n - 1, 0, False
             if evicts[t + 1] and n > budget:
-                gone, ties[t] = drop_lowest(m, pos, n, budget, n_sink, n_recent, keys, scratch, drop)
+                stay = _target(n, budget, batch)
+                ranked = _pooled(m, n, pool, rank)
+                gone, ties[t] = drop_lowest(ranked, pos, n, stay, n_sink, n_recent, keys, scratch, drop)
                 newest_gone = drop[n - 1]
                 n = compact(m, pos, n, drop, evicted_at, t + 1)
             both = before - gone + newest_gone
