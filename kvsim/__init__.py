@@ -12,7 +12,7 @@ from kvsim.budget import Budget
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policy import Policy, parse
 from kvsim.protect import Protect
-from kvsim.replay import replay
+from kvsim.replay import replay, replay_many
 from kvsim.result import Result
 from kvsim.version import __version__
 
@@ -29,4 +29,5 @@ __all__ = [
     "open_trace",
     "parse",
     "replay",
+    "replay_many",
 ]

@@ -120,8 +120,9 @@ class Context:
             logits = info.softcap * np.tanh(logits / info.softcap)
         future = np.arange(prompt) > np.arange(prompt - window, prompt)[:, None]
         logits[:, future] = -np.inf
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        return weights / weights.sum(axis=-1, keepdims=True)
+        weights: FloatArray = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        return weights
 
     def linear(self, a: npt.ArrayLike, b: npt.ArrayLike, *, reset: bool = False, m0: FloatArray | None = None) -> Plan:
         """Complete a linear rule into a plan; the axes of the policy string fill in the rest.

@@ -1,6 +1,6 @@
 """Replay: what a policy would have kept of a recording."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from kvsim_traces import Trace, open_trace
 
 from kvsim.budget import DEFAULT_COMPRESSION_RATIO, Budget
 from kvsim.engines import DEFAULT_ENGINE, get_engine
-from kvsim.engines.outcome import Progress
-from kvsim.errors import KvsimError
+from kvsim.engines.outcome import MODES, Mode, Outcome, Progress
+from kvsim.errors import KvsimError, unknown_name
 from kvsim.policy import Policy, parse
-from kvsim.result import Result
+from kvsim.result import Result, mean_of
 
-__all__ = ["choose_budget", "replay"]
+__all__ = ["choose_budget", "replay", "replay_many"]
 
 
 def choose_budget(compression_ratio: float | str | Decimal | None = None, budget: int | str | None = None) -> Budget:
@@ -47,6 +47,7 @@ def replay(
     shadow: bool = False,
     shadow_churn: bool = True,
     engine: str = DEFAULT_ENGINE,
+    mode: Mode = "exact",
     progress: Progress | None = None,
 ) -> Result:
     """Replay a policy on a recording, open loop.
@@ -67,6 +68,8 @@ def replay(
         In irreversible mode, run the shadow mode as well for its churn.
     engine : str
         Name of the engine.
+    mode : {"exact", "fast"}
+        ``exact`` is equal to the definition; ``fast`` may order near-ties differently where the engine has such a path.
     progress : callable, optional
         Called with (steps done, steps in all).
 
@@ -88,31 +91,78 @@ def replay(
     >>> result.evicted_at.shape
     (1, 595)
     """
-    run = get_engine(engine)
+    return replay_many(
+        trace,
+        [policy],
+        compression_ratio=compression_ratio,
+        budget=budget,
+        shadow=shadow,
+        shadow_churn=shadow_churn,
+        engine=engine,
+        mode=mode,
+        progress=progress,
+    )[0]
+
+
+def replay_many(
+    trace: Trace | str | Path,
+    policies: Sequence[Policy | str],
+    *,
+    compression_ratio: float | str | Decimal | None = None,
+    budget: int | str | None = None,
+    shadow: bool = False,
+    shadow_churn: bool = True,
+    raw: bool = True,
+    engine: str = DEFAULT_ENGINE,
+    mode: Mode = "exact",
+    progress: Progress | None = None,
+) -> list[Result]:
+    """Replay several policies on one recording; the cpu engine runs those it can in one pass over the rows.
+
+    Parameters
+    ----------
+    trace, compression_ratio, budget, shadow, shadow_churn, engine, mode
+        As for `replay`.
+    policies : sequence of Policy or str
+        The policies.
+    raw : bool
+        Compute the metrics that need the raw top-B sets and the values; without it they are NaN.
+    progress : callable, optional
+        Called with (policies done, policies in all); with one policy (steps done, steps in all).
+
+    Returns
+    -------
+    list of Result
+        In the order of `policies`.
+    """
+    if mode not in MODES:
+        raise unknown_name("mode", mode, MODES)
+    run_many = get_engine(engine)
     chosen = choose_budget(compression_ratio, budget)
     trace = trace if isinstance(trace, Trace) else open_trace(trace)
-    policy = (parse(policy) if isinstance(policy, str) else policy).with_budget(chosen)
-    plan = policy.plan(trace)
+    parsed = [(parse(policy) if isinstance(policy, str) else policy).with_budget(chosen) for policy in policies]
+    plans = [policy.plan(trace) for policy in parsed]
     passes = 2 if shadow_churn and not shadow else 1
 
-    def advance(done: int, total: int, offset: int = 0) -> None:
-        if progress is not None:
-            progress(done + offset, total * passes)
+    def advance(offset: int) -> Progress:
+        return lambda done, total: progress(done + offset * total, total * passes) if progress else None
 
-    outcome = run(trace, plan, shadow=shadow, progress=advance)
-    result = Result(
-        policy=plan.policy,
-        trace_name=trace.path.name,
-        trace_hash=trace.hash,
-        prompt_length=trace.prompt_length,
-        num_steps=trace.num_steps,
-        plan=plan,
-        outcome=outcome,
-        engine=engine,
-        approximate=trace.capture == "scores" and not shadow and plan.score.kind == "attention",
-    )
-    if passes == 1:
-        return result
-    beside = run(trace, plan, shadow=True, progress=lambda done, total: advance(done, total, total))
-    churn = replace(result, outcome=beside).summary()["churn"]
-    return replace(result, shadow_churn=churn)
+    outcomes = run_many(trace, plans, shadow=shadow, raw=raw, mode=mode, progress=advance(0))
+    beside: list[Outcome] = []
+    if passes == 2:
+        beside = run_many(trace, plans, shadow=True, raw=False, mode=mode, progress=advance(1))
+    return [
+        Result(
+            policy=plan.policy,
+            trace_name=trace.path.name,
+            trace_hash=trace.hash,
+            prompt_length=trace.prompt_length,
+            num_steps=trace.num_steps,
+            plan=plan,
+            outcome=outcome,
+            engine=engine,
+            approximate=trace.capture == "scores" and not shadow and plan.score.kind == "attention",
+            shadow_churn=mean_of(beside[index].metrics["churn"]) if beside else None,
+        )
+        for index, (plan, outcome) in enumerate(zip(plans, outcomes, strict=True))
+    ]

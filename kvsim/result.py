@@ -15,7 +15,7 @@ from kvsim.version import __version__
 if TYPE_CHECKING:
     import polars as pl
 
-__all__ = ["Result"]
+__all__ = ["Result", "mean_of"]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Result:
 
     def summary(self) -> dict[str, Any]:
         """Give the key and every metric averaged over steps (churn: from step 2), None where undefined."""
-        means = {name: _mean(self.outcome.metrics[name]) for name in METRICS}
+        means = {name: mean_of(self.outcome.metrics[name]) for name in METRICS}
         return {
             "policy": self.policy,
             "trace": self.trace_name,
@@ -149,6 +149,7 @@ class Result:
         }
 
 
-def _mean(column: npt.NDArray[np.float64]) -> float | None:
+def mean_of(column: npt.NDArray[np.float64]) -> float | None:
+    """Average a metric over the steps where it is defined; None if it is defined nowhere."""
     known = column[~np.isnan(column)]
     return float(known.mean()) if known.size else None

@@ -106,11 +106,13 @@ def pooled(m: FloatArray, size: int) -> FloatArray:
         return m
     half = size // 2
     padded = np.concatenate([np.full(half, -np.inf), m, np.full(half, -np.inf)])
-    return np.lib.stride_tricks.sliding_window_view(padded, size).max(axis=-1)
+    highest: FloatArray = np.lib.stride_tricks.sliding_window_view(padded, size).max(axis=-1)
+    return highest
 
 
 def _over_heads(source: ScoreSource, s: FloatArray) -> FloatArray:
-    return s.max(axis=1) if source.heads == "max" else s.mean(axis=1)
+    combined: FloatArray = s.max(axis=1) if source.heads == "max" else s.mean(axis=1)
+    return combined
 
 
 def _finish(source: ScoreSource, s: FloatArray) -> FloatArray:

@@ -2,11 +2,12 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 from kvsim.errors import PolicyError, unknown_name
 
 __all__ = ["When"]
+
+_NAMES = ("every", "prefill", "overflow")
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,12 @@ class When:
         Share of the cache that an overflow evicts, in percent, 1 to 100.
     """
 
-    name: Literal["every", "prefill", "overflow"] = "every"
+    name: str = "every"
     percent: int = 10
 
     def __post_init__(self) -> None:
-        if self.name not in ("every", "prefill", "overflow"):
-            raise unknown_name("when", self.name, ["every", "prefill", "overflow"])
+        if self.name not in _NAMES:
+            raise unknown_name("when", self.name, _NAMES)
         if not 1 <= self.percent <= 100:
             raise PolicyError(f"when=overflow must evict 1% to 100% of the cache, got {self.percent}%")
 
@@ -36,10 +37,10 @@ class When:
         """Read ``every``, ``prefill``, ``overflow`` or ``overflow:25%``."""
         name, colon, share = text.partition(":")
         if not colon:
-            return cls(name)  # type: ignore[arg-type]
+            return cls(name)
         if name != "overflow" or not re.fullmatch(r"\d{1,3}%", share):
             raise PolicyError(f"when takes every, prefill, overflow or overflow:25%, got {text!r}")
-        return cls(name, int(share[:-1]))
+        return cls("overflow", int(share[:-1]))
 
     def __str__(self) -> str:
         return self.name if self.name != "overflow" or self.percent == 10 else f"overflow:{self.percent}%"

@@ -3,7 +3,7 @@
 import glob
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from kvsim_traces import Trace, open_trace
@@ -15,8 +15,7 @@ from kvsim.cli.output import console, print_json, progress_bar, stderr
 from kvsim.engines import DEFAULT_ENGINE, ENGINES, get_engine
 from kvsim.errors import KvsimError
 from kvsim.policy import Policy, parse
-from kvsim.replay import choose_budget
-from kvsim.replay import replay as run_replay
+from kvsim.replay import choose_budget, replay_many
 from kvsim.result import Result
 
 __all__ = ["find_traces", "replay"]
@@ -57,14 +56,22 @@ def find_traces(patterns: list[str]) -> list[str]:
 
 
 def replay(
-    trace: Annotated[list[str], typer.Option(help="Trace directory, quoted glob, or URL; repeatable.")],
-    policy: Annotated[list[str], typer.Option(help="Policy string such as ema:0.9; repeatable.")],
+    trace: Annotated[
+        list[str], typer.Option(metavar="DIR|GLOB", help="Trace directory, quoted glob, or URL; repeatable.")
+    ],
+    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
     more: Annotated[list[str] | None, typer.Argument(metavar="[TRACE]...", help="Further traces.")] = None,
     compression_ratio: Annotated[
-        str | None, typer.Option(help="Fraction of the prompt REMOVED, in [0, 1); 0.9 unless --budget is given.")
+        str | None,
+        typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED, in [0, 1); 0.9 unless --budget is given."),
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="Tokens to keep: 2048, or 10% of the prompt.")] = None,
-    engine: Annotated[str, typer.Option(help=f"One of: {', '.join(ENGINES)}.")] = DEFAULT_ENGINE,
+    budget: Annotated[
+        str | None, typer.Option(metavar="TOKENS|PERCENT", help="Tokens to keep: 2048, or 10% of the prompt.")
+    ] = None,
+    engine: Annotated[str, typer.Option(metavar="ENGINE", help=f"One of: {', '.join(ENGINES)}.")] = DEFAULT_ENGINE,
+    mode: Annotated[
+        Literal["exact", "fast"], typer.Option(help="Keep the layer order of the definition, or collapse it.")
+    ] = "exact",
     shadow: Annotated[bool, typer.Option("--shadow", help="Evict nothing; rank all positions at every step.")] = False,
     store_rows: Annotated[
         bool, typer.Option("--store-rows", help="Keep attention recomputed from queries and keys beside the trace.")
@@ -75,8 +82,7 @@ def replay(
 ) -> None:
     """Replay policies on recordings and print what they kept and lost.
 
-    Open loop: the recorded hidden states are held fixed, so a replay is exact for the first eviction and approximate
-    after it.
+    Open loop: the recorded hidden states are held fixed; exact for the first eviction, approximate after it.
 
     Example: kvsim replay --trace traces/samples/smollm2-needle-512 --policy ema:0.9 --policy tova
     """
@@ -94,12 +100,11 @@ def replay(
             if recording.capture in ("qk", "qkv"):
                 recording.store_rows()
 
+    asked = [wanted.with_budget(chosen) for wanted in policies]
     results: list[Result] = []
     for recording in traces:
-        for wanted in policies:
-            with progress_bar(f"{recording.path.name}  {wanted}", quiet=quiet or as_json) as advance:
-                asked = wanted.with_budget(chosen)
-                results.append(run_replay(recording, asked, shadow=shadow, engine=engine, progress=advance))
+        with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
+            results += replay_many(recording, asked, shadow=shadow, engine=engine, mode=mode, progress=advance)
     if out is not None:
         from kvsim.tables import write_parquet
 

@@ -1,11 +1,12 @@
 """Engines run plans on traces; all of them return the `evicted_at` of `kvsim.engines.reference`."""
 
 import importlib
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvsim_traces import Trace
 
-from kvsim.engines.outcome import Outcome, Progress
+from kvsim.engines.outcome import Mode, Outcome, Progress
 from kvsim.errors import unknown_name
 from kvsim.plan import Plan
 
@@ -13,10 +14,19 @@ __all__ = ["DEFAULT_ENGINE", "ENGINES", "Engine", "Outcome", "get_engine"]
 
 
 class Engine(Protocol):
-    """A function that replays a plan."""
+    """A function that replays plans on one trace; `kvsim.engines.reference.run_many` defines the answer."""
 
-    def __call__(self, trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | None = None) -> Outcome:
-        """See `kvsim.engines.reference.run`."""
+    def __call__(
+        self,
+        trace: Trace,
+        plans: Sequence[Plan],
+        *,
+        shadow: bool = False,
+        raw: bool = True,
+        mode: Mode = "exact",
+        progress: Progress | None = None,
+    ) -> list[Outcome]:
+        """Give one outcome for each plan, in order."""
 
 
 ENGINES = {"cpu": "kvsim.engines.cpu", "reference": "kvsim.engines.reference"}
@@ -35,5 +45,5 @@ def get_engine(name: str) -> Engine:
     """
     if name not in ENGINES:
         raise unknown_name("engine", name, ENGINES)
-    engine: Engine = importlib.import_module(ENGINES[name]).run
+    engine: Engine = importlib.import_module(ENGINES[name]).run_many
     return engine

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["METRICS", "Outcome", "Progress"]
+__all__ = ["METRICS", "MODES", "Mode", "Outcome", "Progress"]
+
+Mode = Literal["exact", "fast"]
+MODES: tuple[Mode, ...] = ("exact", "fast")
 
 Progress = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""

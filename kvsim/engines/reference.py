@@ -1,17 +1,39 @@
 """The reference engine: plain NumPy in float64, and the definition of every number (design: section 2)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 from kvsim_traces import Trace
 
-from kvsim.engines.outcome import METRICS, Outcome, Progress
+from kvsim.engines.outcome import METRICS, Mode, Outcome, Progress
 from kvsim.engines.output import output_error_of_step
 from kvsim.plan import FloatArray, Plan
 from kvsim.scoring import attention_scores, head_mean_scores, independent_scores, pooled
 
-__all__ = ["run"]
+__all__ = ["run", "run_many"]
 
 BoolArray = npt.NDArray[np.bool_]
+
+
+def run_many(
+    trace: Trace,
+    plans: Sequence[Plan],
+    *,
+    shadow: bool = False,
+    raw: bool = True,
+    mode: Mode = "exact",
+    progress: Progress | None = None,
+) -> list[Outcome]:
+    """Replay plans one after the other; see `run`. There is one mode, the exact one, and `raw` is always on."""
+    if len(plans) == 1:
+        return [run(trace, plans[0], shadow=shadow, progress=progress)]
+    outcomes = []
+    for done, plan in enumerate(plans, start=1):
+        outcomes.append(run(trace, plan, shadow=shadow))
+        if progress is not None:
+            progress(done, len(plans))
+    return outcomes
 
 
 def run(trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | None = None) -> Outcome:

@@ -182,7 +182,7 @@ def test_help_reads_well():
     top = run("--help").stdout
     for command in ("replay", "record", "trace", "policies", "bench"):
         assert command in top
-    assert "Fraction of the prompt REMOVED" in " ".join(run("replay", "--help").stdout.split())
+    assert "Fraction of the prompt REMOVED" in " ".join(run("replay", "--help").stdout.replace("│", " ").split())
     assert run("--version").stdout.strip() == f"kvsim {kvsim.__version__}"
 
 

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +16,11 @@ from kvsim.engines.cpu.replay_fast import replay_fast
 from kvsim.engines.cpu.replay_many import replay_shared
 from kvsim.engines.cpu.replay_one import ATTENTION, BILINEAR, COSINE, STATIC, replay_group
 from kvsim.engines.cpu.rows import TokenRows, token_rows
-from kvsim.engines.outcome import METRICS, Outcome, Progress
+from kvsim.engines.outcome import METRICS, Mode, Outcome, Progress
 from kvsim.engines.output import output_error
 from kvsim.plan import Plan
 
-__all__ = ["Mode", "is_plain", "run", "run_many"]
-
-Mode = Literal["exact", "fast"]
+__all__ = ["is_plain", "run", "run_many"]
 
 KINDS = {"attention": ATTENTION, "static": STATIC, "cosine": COSINE, "bilinear": BILINEAR}
 
@@ -114,7 +112,7 @@ def run_many(
     Parameters
     ----------
     trace, shadow, raw, mode, progress
-        As for `run`; progress counts plans.
+        As for `run`; progress counts plans, or steps where there is only one.
     plans : sequence of Plan
         What to run.
 
@@ -123,6 +121,8 @@ def run_many(
     list of Outcome
         One for each plan, in order.
     """
+    if len(plans) == 1:
+        return [run(trace, plans[0], shadow=shadow, raw=raw, mode=mode, progress=progress)]
     outcomes: list[Outcome | None] = [None] * len(plans)
     together = [i for i, plan in enumerate(plans) if not shadow and _fits_one_pass(plan)]
     if len(together) > 1:

@@ -100,7 +100,7 @@ def _bilinear(keys, queries, depth, kv_heads, pos, n, highest, s):
 
 @numba.njit(cache=True, nogil=True)
 def _finish(s, depth, n, entropy, pivotal, signed):
-    """Entropy weighting, the mark of pivotal positions, and the shift of scores that may be negative, layer by layer."""
+    """Apply entropy weights, mark pivotal positions and shift scores that may be negative, layer by layer."""
     for layer in range(depth):
         if entropy and n > 1:
             mass = 0.0
