@@ -35,6 +35,10 @@ def record(
     prompt_mass: Annotated[
         bool, typer.Option(help="Keep the attention that each prompt position received during prefill (H2O needs it).")
     ] = True,
+    kvzip: Annotated[
+        bool,
+        typer.Option("--kvzip", help="Run KVzip's reconstruction pass after the prefill and keep its scores."),
+    ] = False,
     eligible: Annotated[
         Literal["full", "all"], typer.Option(help="Layers that policies may evict from: full attention only, or all.")
     ] = "full",
@@ -63,7 +67,11 @@ def record(
 
     from kvsim_traces import record as run_record
     from kvsim_traces.loading import load_model
+    from transformers.utils import logging as transformers_logging
 
+    # transformers' own bars and notes would mix with ours.
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     with stderr.status(f"loading {model}"):
         network, tokenizer = load_model(model, dtype=dtype, device=device, attention=attention)
     with progress_bar(f"recording {out.name}", quiet=quiet) as advance:
@@ -77,6 +85,7 @@ def record(
             force=None if forced_text is None else tokenizer(forced_text, add_special_tokens=False).input_ids,
             prompt_queries="all" if prompt_queries == "all" else int(prompt_queries),
             prompt_mass=prompt_mass,
+            kvzip=kvzip,
             temperature=temperature,
             seed=seed,
             suppress_eos=suppress_eos,

@@ -26,7 +26,7 @@ COLUMNS = {
     "churn": "churn",
     "shadow_churn": "shadow\nchurn",
     "raw_churn": "raw\nchurn",
-    "raw_agreement": "raw\nagreement",
+    "raw_agreement": "raw\nagreem.",
     "raw_top_evicted": "raw-top\nevicted",
     "output_error": "output\nerror",
     "ties": "ties",
@@ -131,8 +131,8 @@ def _table(trace: Trace, policies: list[Policy], results: list[Result], budget: 
     if any(result.approximate for result in results):
         notes.append("~ scores are head means, not renormalised over what is visible: approximate")
     table = Table(title=title, caption="; ".join(notes), title_justify="left", caption_justify="left")
-    table.box, table.padding = box.SIMPLE_HEAD, (0, 1)
-    table.add_column("policy", overflow="fold")
+    table.box, table.padding, table.pad_edge, table.show_edge = box.SIMPLE_HEAD, 0, False, False
+    table.add_column("policy", overflow="fold", min_width=16)
     rows = [result.summary() for result in results]
     shown = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
     for name in shown:

@@ -21,6 +21,8 @@ METRICS = {
     "raw_churn": "1 - Jaccard of the raw top-B sets of two successive steps",
     "raw_agreement": "Jaccard of the raw top-B set and the retained set",
     "raw_top_evicted": "share of the raw top-B set that is not retained",
+    "newest_kept": "share of groups that retain the step's own position (its mean: generated tokens ever kept)",
+    "newest_wronged": "share of groups that evict the step's own position although it is in the raw top-B set",
     "ties": "positions on both sides of the cut with the float32 state of the cut",
     "retained": "tokens retained after the step",
     "output_error": "relative error of the attention output, renormalised over the visible set (needs values)",

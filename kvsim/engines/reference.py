@@ -123,6 +123,8 @@ def run(trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | 
             metrics["kept_mass"][t - 1, g] = full[:, visible_now[g, :n]].sum(axis=1).mean()
             metrics["raw_agreement"][t - 1, g] = overlap / (raw | retained[g]).sum()
             metrics["raw_top_evicted"][t - 1, g] = 1 - overlap / raw.sum()
+            metrics["newest_kept"][t - 1, g] = retained[g, newest]
+            metrics["newest_wronged"][t - 1, g] = raw[newest] and not retained[g, newest]
             metrics["ties"][t - 1, g] = ties
             metrics["retained"][t - 1, g] = retained[g].sum()
             if t > 1:

@@ -35,7 +35,7 @@ def test_replay_prints_a_table(trace):
         "open loop",
         "kept",
         "shadow",
-        "agreement",
+        "agreem.",
         "compression_ratio 0.9",
         "first: prompt 40",
     ):

@@ -89,6 +89,7 @@ def run(
 
     _over_groups(one, groups.count, steps, progress)
     metrics["churn"][:, 0] = np.nan
+    _mark_newest(metrics, evicted_at, history, trace.prompt_length)
     if raw:
         _compare_with_raw(trace, rows, plan, metrics, evicted_at, history)
     per_step = {name: column.mean(axis=0) for name, column in metrics.items()}
@@ -178,6 +179,7 @@ def _one_pass(trace: Trace, plans: list[Plan], raw: bool, mode: Mode) -> list[Ou
         *(metrics[name] for name in ("kept_mass", "ties", "retained", "churn")),
     )
     metrics["churn"][:, 0] = np.nan
+    _mark_newest(metrics, evicted_at, None, trace.prompt_length)
     outcomes = []
     for p, plan in enumerate(plans):
         own = {name: column[p : p + 1] for name, column in metrics.items()}
@@ -188,6 +190,20 @@ def _one_pass(trace: Trace, plans: list[Plan], raw: bool, mode: Mode) -> list[Ou
             per_step["output_error"] = output_error(trace, plan, evicted_at[p : p + 1], None)
         outcomes.append(Outcome(evicted_at[p : p + 1], None, per_step))
     return outcomes
+
+
+def _mark_newest(
+    metrics: dict[str, npt.NDArray[np.float64]],
+    evicted_at: npt.NDArray[np.int32],
+    history: npt.NDArray[np.bool_] | None,
+    prompt: int,
+) -> None:
+    """Say for each step whether its own position is retained, [G, T]."""
+    steps = np.arange(evicted_at.shape[1] - prompt)
+    if history is None:
+        metrics["newest_kept"][:] = evicted_at[:, prompt:] != steps + 1
+    else:
+        metrics["newest_kept"][:] = history[:, steps, prompt + steps]
 
 
 def _compare_with_raw(
@@ -201,7 +217,7 @@ def _compare_with_raw(
     """Fill in the metrics that need the raw top-B sets, [G, T] each; `history` is [G, T, L0+T]."""
     for g in range(plan.groups.count):
         sets, metrics["raw_churn"][g] = _RAW.get(trace, rows, plan, g)
-        columns = metrics["raw_agreement"][g], metrics["raw_top_evicted"][g]
+        columns = metrics["raw_agreement"][g], metrics["raw_top_evicted"][g], metrics["newest_wronged"][g]
         if history is None:
             compare_evicted(sets, evicted_at[g], trace.prompt_length, *columns)
         else:

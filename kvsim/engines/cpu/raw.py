@@ -40,7 +40,7 @@ def raw_sets(data, bases, stride, scale, span, budget, prompt, sets):
 
 
 @numba.njit(cache=True, nogil=True)
-def compare_evicted(sets, evicted_at, prompt, agreement, missed):
+def compare_evicted(sets, evicted_at, prompt, agreement, missed, wronged):
     """Compare raw sets with the retained sets of `evicted_at` [L], step by step."""
     for t in range(sets.shape[0]):
         both, raw, kept = 0, 0, 0
@@ -52,17 +52,22 @@ def compare_evicted(sets, evicted_at, prompt, agreement, missed):
             both += in_raw and in_kept
         agreement[t] = both / (raw + kept - both)
         missed[t] = 1.0 - both / raw
+        # The last position looked at is the step's own.
+        wronged[t] = in_raw and not in_kept
 
 
 @numba.njit(cache=True, nogil=True)
-def compare_history(sets, history, prompt, agreement, missed):
+def compare_history(sets, history, prompt, agreement, missed, wronged):
     """Compare raw sets with the shadow sets of `history` [T, L], step by step."""
     for t in range(sets.shape[0]):
         both, raw, kept = 0, 0, 0
         for i in range(prompt + t + 1):
             in_raw = (sets[t, i >> 3] >> (i & 7)) & 1
+            in_kept = history[t, i]
             raw += in_raw
-            kept += history[t, i]
-            both += in_raw and history[t, i]
+            kept += in_kept
+            both += in_raw and in_kept
         agreement[t] = both / (raw + kept - both)
         missed[t] = 1.0 - both / raw
+        # The last position looked at is the step's own.
+        wronged[t] = in_raw and not in_kept

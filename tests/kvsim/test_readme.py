@@ -1,0 +1,50 @@
+"""The README's numbers are what the commands print today."""
+
+import re
+from pathlib import Path
+
+import pytest
+from cases import SAMPLES
+from typer.testing import CliRunner
+
+import kvsim
+from kvsim.cli import app
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_first_screen_is_what_make_demo_prints(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    words = re.search(r"kvsim (replay (?:.|\n)*?)\n\n", (ROOT / "Makefile").read_text())[1].replace("\\\n", " ").split()
+    monkeypatch.chdir(ROOT)
+    printed = CliRunner().invoke(app, words)
+    assert printed.exit_code == 0
+    for line in printed.stdout.splitlines():
+        assert line.rstrip() in README.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("sample", "row"),
+    [
+        ("smollm2-needle-512", "needle, 512"),
+        ("smollm2-multineedle-256", "multi-needle"),
+        ("smollm2-long-64", "long answer"),
+    ],
+)
+def test_the_table_beside_appendix_i(sample, row):
+    start = README.index(f"| SmolLM2, {row}")
+    rows = [line.split(" | ")[1:] for line in README[start:].splitlines()[:3]]
+    for (alpha, *printed), expected in zip(rows, ("0.3", "0.8", "0.9"), strict=True):
+        assert alpha == expected
+        summary = kvsim.replay(SAMPLES / sample, f"ema:{alpha}").summary()
+        names = ("raw_churn", "churn", "raw_agreement", "raw_top_evicted", "shadow_churn")
+        assert [cell.strip(" |") for cell in printed] == [f"{summary[name]:.3f}"[1:] for name in names]
+
+
+def test_every_policy_string_in_the_readme_parses():
+    block = re.search(r"### Policies\n\n```\n(.*?)```", README, re.DOTALL)[1]
+    words = [word for word in block.split() if re.match(r"^[a-z0-9]+[:/]", word) or word in ("tova", "h2o", "knorm")]
+    assert len(words) > 8
+    for word in words:
+        kvsim.parse(word)

@@ -1,0 +1,256 @@
+"""Turn observed attention calls into what a trace stores: one object watches the prefill, another each decode step."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from kvsim_kernels.attention_rows import attention_row, prompt_mass
+
+from kvsim_traces.errors import TraceError
+from kvsim_traces.hooks import AttentionCall
+from kvsim_traces.layout import SCALE
+from kvsim_traces.manifest import LayerInfo
+
+_NUMBER_TYPES = {"float16": torch.float16, "float32": torch.float32}
+
+
+def layer_info(call: AttentionCall, index: int, config: Any) -> LayerInfo:
+    """Describe a layer from its attention call and the decoder's config; eligibility is settled later.
+
+    Parameters
+    ----------
+    call : AttentionCall
+    index : int
+        Which of the model's layers it is.
+    config : PretrainedConfig
+        The decoder's config, with `layer_types` where the model has them.
+    """
+    types = getattr(config, "layer_types", None) or []
+    named = types[index] if 0 <= index < len(types) else None
+    chunk = getattr(config, "attention_chunk_size", None)
+    kind, window = "full_attention", None
+    if (named is None and call.sliding_window is not None) or "sliding" in (named or ""):
+        kind, window = "sliding_attention", call.sliding_window or getattr(config, "sliding_window", None)
+    elif (named is None and chunk is not None) or "chunked" in (named or ""):
+        kind, window = "chunked_attention", chunk
+    if kind != "full_attention" and window is None:
+        raise TraceError(f"model: layer {index} is {kind} but neither its call nor the config says how wide")
+    return LayerInfo(type=kind, eligible=False, sliding_window=window, scaling=call.scaling, softcap=call.softcap)
+
+
+def visible_keys(info: LayerInfo, position: int) -> int:
+    """How many of the latest positions, itself included, a query at `position` may see in a layer."""
+    if info.sliding_window is None:
+        return position + 1
+    if info.type == "chunked_attention":
+        return position % info.sliding_window + 1
+    return min(info.sliding_window, position + 1)
+
+
+def to_numpy(tensor: torch.Tensor, what: str, number_type: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """Copy queries, keys or values to the host as `number_type`.
+
+    Raises
+    ------
+    TraceError
+        When a finite value does not fit; float32 then does.
+    """
+    converted = tensor.to(_NUMBER_TYPES[number_type])
+    if number_type == "float16" and bool((converted.isinf() & tensor.isfinite()).any()):
+        raise TraceError(
+            f"{what}: {float(tensor.abs().max()):.6g} does not fit float16; record with qk_dtype='float32'"
+        )
+    array: np.ndarray[Any, Any] = converted.cpu().numpy()
+    return array
+
+
+class PrefillCapture:
+    """Observer of the prefill.
+
+    Attributes
+    ----------
+    layers : list of LayerInfo
+        One for each attention call, in order.
+    indices : list of int
+        Which of the model's layers they are.
+    shapes : list of (H, Hk, d, dv)
+    sink_logits : bool
+        Whether any layer's softmax has a sink.
+    queries : list of ndarray [H, W, d]
+        The last W queries; empty without them.
+    mass : list of ndarray [H, L0]
+        Float32; empty without it.
+    keys, values : list of ndarray [Hk, L0, d]
+        The whole prompt's, also in sliding layers; empty unless the capture stores them.
+    """
+
+    def __init__(self, config: Any, capture: str, last_queries: int, mass: bool, qk_dtype: str) -> None:
+        self.layers: list[LayerInfo] = []
+        self.indices: list[int] = []
+        self.shapes: list[tuple[int, int, int, int]] = []
+        self.sink_logits = False
+        self.queries: list[np.ndarray[Any, Any]] = []
+        self.mass: list[np.ndarray[Any, Any]] = []
+        self.keys: list[np.ndarray[Any, Any]] = []
+        self.values: list[np.ndarray[Any, Any]] = []
+        self._config = config
+        self._capture = capture
+        self._last_queries = last_queries
+        self._mass = mass
+        self._qk_dtype = qk_dtype
+
+    def __call__(self, call: AttentionCall) -> None:
+        """Take what the trace needs from one layer's prefill."""
+        ordinal = len(self.layers)
+        own = getattr(call.module, "layer_idx", None)
+        index = own if isinstance(own, int) else ordinal
+        info = layer_info(call, index, self._config)
+        if call.query.shape[1] != call.key.shape[1]:
+            raise TraceError(
+                f"model: layer {ordinal} sees {call.key.shape[1]} keys for a prompt of {call.query.shape[1]} tokens; "
+                "only causal attention over the prompt itself can be recorded"
+            )
+        self.layers.append(info)
+        self.indices.append(index)
+        self.shapes.append((call.query.shape[0], call.key.shape[0], call.key.shape[-1], call.value.shape[-1]))
+        self.sink_logits |= call.sink_logits is not None
+        if self._last_queries:
+            last = call.query[:, -self._last_queries :]
+            self.queries.append(to_numpy(last, f"prompt_queries: layer {ordinal}", self._qk_dtype))
+        if self._mass:
+            chunked = info.type == "chunked_attention"
+            received = prompt_mass(
+                call.query,
+                call.key,
+                scaling=call.scaling,
+                softcap=call.softcap,
+                sliding_window=None if chunked else info.sliding_window,
+                chunk_size=info.sliding_window if chunked else None,
+                sink_logits=call.sink_logits,
+            )
+            self.mass.append(received.cpu().numpy())
+        if self._capture in ("qk", "qkv"):
+            self.keys.append(to_numpy(call.key, f"keys: layer {ordinal}", self._qk_dtype))
+        if self._capture == "qkv":
+            self.values.append(to_numpy(call.value, f"values: layer {ordinal}", self._qk_dtype))
+
+
+class StepCapture:
+    """Observer of decode steps: computes the one row of attention of each layer and head.
+
+    Call `begin` before each forward and `arrays` after it. Nothing is kept from one step to the next.
+
+    Parameters
+    ----------
+    layers : list of LayerInfo
+        From the prefill, in the same order.
+    capture : str
+        "heads", "scores", "qk" or "qkv".
+    qk_dtype : str
+        "float16" or "float32".
+    """
+
+    def __init__(self, layers: list[LayerInfo], capture: str, qk_dtype: str) -> None:
+        self._layers = layers
+        self._capture = capture
+        self._qk_dtype = qk_dtype
+        self._position = 0
+        self._keep = False
+        self._rows: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
+        self._queries: list[torch.Tensor] = []
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self.exact: list[torch.Tensor] = []
+        self.stored: list[torch.Tensor] = []
+
+    def begin(self, position: int, keep: bool = False) -> None:
+        """Start the step whose query stands at `position`; `keep` fills `exact` and `stored` for the check.
+
+        `exact` holds each layer's float32 rows [H, position + 1], `stored` what a reader will get: rows of the same
+        shape, or head means [position + 1] in a `scores` capture.
+        """
+        self._position, self._keep = position, keep
+        for kept in (self._rows, self._sums, self._queries, self._keys, self._values, self.exact, self.stored):
+            kept.clear()
+
+    def __call__(self, call: AttentionCall) -> None:
+        """Compute one layer's rows."""
+        ordinal = len(self._sums)
+        if ordinal >= len(self._layers):
+            raise TraceError(
+                f"model: a decode step ran more than the {len(self._layers)} attention layers of the prefill"
+            )
+        if call.query.shape[1] != 1:
+            raise TraceError(f"model: layer {ordinal} ran {call.query.shape[1]} queries in a decode step instead of 1")
+        visible = visible_keys(self._layers[ordinal], self._position)
+        if not visible <= call.key.shape[1] <= self._position + 1:
+            raise TraceError(
+                f"model: layer {ordinal} sees {call.key.shape[1]} keys at position {self._position}, not {visible}"
+            )
+        rows = self._placed(
+            attention_row(
+                call.query[:, 0],
+                call.key[:, -visible:],
+                scaling=call.scaling,
+                softcap=call.softcap,
+                sink_logits=call.sink_logits,
+            )
+        )
+        self._sums.append(rows.sum(dim=-1))
+        if self._capture == "heads":
+            self._rows.append((rows * SCALE).half())
+        elif self._capture == "scores":
+            self._rows.append((rows.mean(dim=0) * SCALE).half())
+        else:
+            self._queries.append(call.query[:, 0])
+            self._keys.append(call.key[:, -1])
+            if self._capture == "qkv":
+                self._values.append(call.value[:, -1])
+        if self._keep:
+            self.exact.append(rows)
+            self.stored.append(self._as_stored(call, visible))
+
+    def _placed(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Rows over all positions: a windowed layer's keys are the latest ones, everything before them gets 0."""
+        return torch.nn.functional.pad(probabilities, (self._position + 1 - probabilities.shape[-1], 0))
+
+    def _as_stored(self, call: AttentionCall, visible: int) -> torch.Tensor:
+        if self._capture in ("heads", "scores"):
+            return self._rows[-1].float() / SCALE
+        # as the reader does it: a sink's share comes from the row sums
+        number_type = _NUMBER_TYPES[self._qk_dtype]
+        rows = attention_row(
+            call.query[:, 0].to(number_type),
+            call.key[:, -visible:].to(number_type),
+            scaling=call.scaling,
+            softcap=call.softcap,
+            dtype=torch.float64,
+        ).float()
+        return self._placed(rows if call.sink_logits is None else rows * self._sums[-1][:, None])
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the step's arrays under the names the writer takes.
+
+        Returns
+        -------
+        dict
+            ``row_sums`` [K, H] float32; ``attention`` [K, H, n] or ``scores`` [K, n], float16 times 2^15; or
+            ``queries`` [K, H, d], ``keys`` and ``values`` [K, Hk, d].
+        """
+        if len(self._sums) != len(self._layers):
+            raise TraceError(
+                f"model: a decode step ran {len(self._sums)} attention layers, the prefill {len(self._layers)}"
+            )
+        found = {"row_sums": _stacked(self._sums).numpy()}
+        if self._rows:
+            found["attention" if self._capture == "heads" else "scores"] = _stacked(self._rows).numpy()
+        for name, parts in (("queries", self._queries), ("keys", self._keys), ("values", self._values)):
+            if parts:
+                found[name] = to_numpy(_stacked(parts), name, self._qk_dtype)
+        return found
+
+
+def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Stack one tensor a layer and copy to the host; layers may lie on several devices."""
+    return torch.stack([part.to(parts[0].device) for part in parts]).cpu()

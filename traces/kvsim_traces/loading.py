@@ -1,0 +1,87 @@
+"""Load a causal language model and its tokenizer from local files, GGUF included, without asking any hub."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvsim_traces.errors import TraceError
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file a path means: itself, or the only one in a directory that is no transformers folder."""
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise TraceError(f"{path}: not a model (expected a transformers folder or a .gguf file)")
+        return path
+    if not path.is_dir():
+        raise TraceError(f"{path}: no such model directory or .gguf file")
+    if (path / "config.json").is_file():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) != 1:
+        found = f"{len(files)} .gguf files" if files else "no .gguf file"
+        raise TraceError(f"{path}: not a model directory (no config.json and {found})")
+    return files[0]
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    attention: str = "sdpa",
+) -> tuple[Any, Any]:
+    """Load a causal language model and its tokenizer.
+
+    Parameters
+    ----------
+    path : str or Path
+        A transformers folder (with a config.json), a .gguf file, or a directory with exactly one .gguf file. GGUF
+        weights are dequantized.
+    dtype : torch.dtype or str, optional
+        float32 on the CPU and bfloat16 elsewhere by default.
+    device : torch.device or str, optional
+        "cuda" where there is one, else "cpu", by default.
+    attention : str
+        "sdpa", "eager", "flash_attention_2", ...
+
+    Returns
+    -------
+    (model, tokenizer)
+        The model is in evaluation mode.
+
+    Raises
+    ------
+    TraceError
+        When the path is no model, or transformers cannot load it. Nothing is ever downloaded.
+    """
+    path = Path(path)
+    gguf = _gguf_file(path)
+    place = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype is None:
+        dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    elif isinstance(dtype, str):
+        number_type = getattr(torch, dtype, None)
+        if not isinstance(number_type, torch.dtype):
+            raise TraceError(f"dtype: {dtype!r} is not a torch number type; use float32, bfloat16 or float16")
+        dtype = number_type
+    source: dict[str, Any] = {"local_files_only": True}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    folder = path
+    if gguf is not None:
+        folder = gguf.parent
+        source["gguf_file"] = gguf.name
+        # Newer transformers keep GGUF weights packed unless told otherwise; older ones have no such class.
+        if hasattr(transformers, "GgufConfig"):
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), **source)
+        model = AutoModelForCausalLM.from_pretrained(str(folder), **source, **options)
+    except (OSError, ValueError, TypeError, RuntimeError, ImportError, KeyError) as error:
+        raise TraceError(f"{path}: transformers cannot load this model: {error}") from error
+    if gguf is not None:
+        model.config._name_or_path = tokenizer.name_or_path = str(gguf)
+    return model.to(place).eval(), tokenizer
