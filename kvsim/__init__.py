@@ -14,6 +14,7 @@ from kvsim.policy import Policy, parse
 from kvsim.protect import Protect
 from kvsim.replay import replay, replay_many
 from kvsim.result import Result
+from kvsim.sweep import sweep
 from kvsim.version import __version__
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "parse",
     "replay",
     "replay_many",
+    "sweep",
 ]

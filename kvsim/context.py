@@ -151,12 +151,12 @@ class Context:
         scored = self._scored_steps()
         if self.when.name == "prefill":
             evicts, scored = ~evicts, np.zeros(steps, dtype=np.bool_)
-            if score.kind != "attention":
+            if not score.needs_query:
                 state = self._prompt_state(score, a[0], b[0], state)
             elif m0 is None:
                 raise PolicyError(
                     f"{self.policy}: when=prefill needs scores before the first step; use cumulative:start=prompt "
-                    "or a score that needs no attention (score=keydiff, knorm, recency, random)"
+                    "or a score that needs no query (score=keydiff, knorm, recency, random)"
                 )
         plan = Plan(
             policy=self.policy,

@@ -6,17 +6,18 @@ fields are written ``key=value`` and left out while they hold their default. See
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from typing import Any, TypeVar
 
 from kvsim.errors import PolicyError, unknown_name
 
-__all__ = ["format_float", "format_part", "parse_part"]
+__all__ = ["format_float", "format_part", "parse_part", "parse_value"]
 
 PartT = TypeVar("PartT")
 
-_ESCAPES = {"%": "%25", ",": "%2C", "+": "%2B"}
+_ESCAPES = {"%": "%25", ",": "%2C", "+": "%2B", "=": "%3D"}
 
 
 def format_float(value: float) -> str:
@@ -77,7 +78,7 @@ def parse_part(text: str, registry: dict[str, type[PartT]], what: str) -> PartT:
             raise unknown_name(f"argument of {name!r}", key, [f.name for f in fields])
         if key in values:
             raise PolicyError(f"argument {key!r} of {name!r} is given twice")
-        values[key] = _parse_value(raw, hints[key], f"{key} of {name!r}")
+        values[key] = parse_value(raw, hints[key], f"{key} of {name!r}")
     missing = [
         f.name
         for f in fields
@@ -96,7 +97,23 @@ def _format_value(value: Any) -> str:
     return "".join(_ESCAPES.get(ch, ch) for ch in str(value))
 
 
-def _parse_value(raw: str, hint: Any, where: str) -> Any:
+def parse_value(raw: str, hint: Any, where: str) -> Any:
+    """Read the value of one argument, written as in a policy string.
+
+    Parameters
+    ----------
+    raw : str
+        The value as written.
+    hint : type
+        The annotation of the argument's dataclass field.
+    where : str
+        How an error calls the argument.
+
+    Raises
+    ------
+    PolicyError
+        If the value is not of that type.
+    """
     if typing.get_origin(hint) is typing.Literal:
         choices = typing.get_args(hint)
         if raw not in choices:
@@ -108,6 +125,8 @@ def _parse_value(raw: str, hint: Any, where: str) -> Any:
         if hint is bool:
             return {"true": True, "false": False}[raw]
         if hint is int:
+            if not re.fullmatch(r"-?[0-9]{1,18}", raw):
+                raise ValueError
             return int(raw)
         if hint is float:
             value = float(raw)
@@ -115,7 +134,7 @@ def _parse_value(raw: str, hint: Any, where: str) -> Any:
                 raise ValueError
             return value
     except (ValueError, KeyError):
-        kind = {bool: "true or false", int: "a whole number", float: "a finite number"}[hint]
+        kind = {bool: "true or false", int: "a whole number of at most 18 digits", float: "a finite number"}[hint]
         raise PolicyError(f"{where} must be {kind}, got {raw!r}") from None
     for char, escape in reversed(_ESCAPES.items()):
         raw = raw.replace(escape, char)

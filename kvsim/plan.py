@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GROUP_KINDS", "FloatArray", "GroupKind", "Groups", "Plan", "ScoreSource"]
+__all__ = ["GROUP_KINDS", "FloatArray", "GroupKind", "Groups", "Plan", "Redundancy", "ScoreSource"]
 
 GroupKind = Literal["shared", "layer", "head"]
 GROUP_KINDS: tuple[GroupKind, ...] = ("shared", "layer", "head")
@@ -73,6 +73,30 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class Redundancy:
+    """A preference for tokens whose keys are unlike the other visible ones (R-KV).
+
+    The cosine of every pair of visible keys; of those above `threshold` each key's most recent one is spared. A
+    token's redundancy is the softmax over the visible set of the mean of its column, averaged over a group's layers and
+    KV heads. Eviction ranks by ``mix`` times the state, over its sum without the protected positions, minus
+    ``1 - mix`` times the redundancy.
+
+    Attributes
+    ----------
+    units : array
+        [K, Hk, L0+T, d] unit keys.
+    mix : float
+        Weight of the state, in [0, 1].
+    threshold : float
+        Cosine from which on two keys are similar.
+    """
+
+    units: FloatArray
+    mix: float
+    threshold: float
+
+
+@dataclass(frozen=True)
 class ScoreSource:
     """Where a step's scores s[t, l, i] come from.
 
@@ -97,6 +121,8 @@ class ScoreSource:
         1 where a layer's score is above its mean over the visible set, 0 elsewhere (ScissorHands).
     signed : bool
         Scores may be negative; they are shifted by their minimum over the visible set.
+    redundancy : Redundancy or None
+        What is taken off the state when positions are ranked.
     """
 
     kind: Literal["attention", "static", "cosine", "bilinear"]
@@ -107,6 +133,12 @@ class ScoreSource:
     entropy: bool = False
     pivotal: bool = False
     signed: bool = False
+    redundancy: Redundancy | None = None
+
+    @property
+    def needs_query(self) -> bool:
+        """Whether the scores depend on the query of a step, so that there are none before step 1."""
+        return self.kind in ("attention", "bilinear")
 
 
 @dataclass(frozen=True)
@@ -142,6 +174,9 @@ class Plan:
     batch : float
         If not 0, eviction waits until the budget is exceeded and then takes this share of what is visible, lowest
         first, again and again until the budget holds (WG-KV K.1).
+    rescue : array of int or None
+        [G] unprotected positions that the first eviction after a step protects for good: those with the highest score
+        of any single layer of the group at the last scored step.
     """
 
     policy: str
@@ -160,6 +195,7 @@ class Plan:
     ring: FloatArray | None = None
     pool: int = 1
     batch: float = 0.0
+    rescue: npt.NDArray[np.int64] | None = None
 
     def target(self, group: int, visible: int) -> int:
         """Give how many of `visible` positions stay when a group is over its budget."""

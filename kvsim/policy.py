@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvsim_traces import Trace
+from kvsim_traces import CaptureError, Trace
 
 from kvsim.budget import Budget
 from kvsim.context import Context
@@ -69,8 +69,12 @@ class Policy:
     when: When | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.refresh, bool) or (isinstance(self.refresh, int) and self.refresh < 1):
-            raise PolicyError(f"refresh must be a number of steps of at least 1, or 'first', got {self.refresh}")
+        for axis, (kinds, hint) in _TYPES.items():
+            if getattr(self, axis) is not None and not isinstance(getattr(self, axis), kinds):
+                raise PolicyError(f"{axis} must be {hint}, got {getattr(self, axis)!r}")
+        whole = isinstance(self.refresh, int) and not isinstance(self.refresh, bool) and self.refresh >= 1
+        if self.refresh is not None and self.refresh != "first" and not whole:
+            raise PolicyError(f"refresh must be a number of steps of at least 1, or 'first', got {self.refresh!r}")
         if self.group is not None and self.group not in GROUP_KINDS:
             raise unknown_name("group", self.group, GROUP_KINDS)
         base = self.head.expand() if isinstance(self.head, Preset) else None
@@ -108,6 +112,14 @@ class Policy:
         CaptureError
             If the trace lacks what the scorer or the rule reads.
         """
+        try:
+            return self._plan(trace)
+        except (PolicyError, CaptureError) as error:
+            policy = "" if str(self) in str(error) else f"{self}: "
+            where = "" if str(trace.path) in str(error) else f" (on {trace.path})"
+            raise type(error)(f"{policy}{error}{where}") from error
+
+    def _plan(self, trace: Trace) -> Plan:
         expanded = self.expand()
         group = expanded.group or DEFAULT_GROUP
         if not trace.eligible_layers:
@@ -140,31 +152,96 @@ class Policy:
         return "/".join(words)
 
 
+_TYPES: dict[str, tuple[type, str]] = {
+    "head": (Head, "a policy head such as Ema(0.8); kvsim.parse reads strings"),
+    "score": (Scorer, "a scorer such as VNorm()"),
+    "budget": (Budget, "a Budget, such as Budget(2048) or Budget.parse('10%')"),
+    "protect": (Protect, "a Protect, such as Protect(sink=4, recent=32)"),
+    "when": (When, "a When, such as When('prefill')"),
+}
+
+
 @dataclass(frozen=True)
-class _Axis:
-    """How the value of one axis is read and written, and the value it has where nobody sets it."""
+class Axis:
+    """How the value of one axis is read and written.
+
+    Attributes
+    ----------
+    read, write : callable
+        From and to its text in a policy string.
+    default : object
+        The value where nobody sets it, None if there is none.
+    values, example, doc : str
+        For people: what it takes, one use of it, what it does.
+    """
 
     read: Callable[[str], Any]
-    write: Callable[[Any], str] = str
-    default: Any = None
+    write: Callable[[Any], str]
+    default: Any
+    values: str
+    example: str
+    doc: str
 
 
 def _read_refresh(text: str) -> int | str:
     if text == "first":
         return text
-    if not re.fullmatch(r"\d+", text):
+    if not re.fullmatch(r"[0-9]{1,18}", text):
         raise PolicyError(f"refresh must be a number of steps of at least 1, or 'first', got {text!r}")
     return int(text)
 
 
-AXES: dict[str, _Axis] = {
-    "score": _Axis(lambda text: parse_part(text, SCORERS, "score"), format_part, DEFAULT_SCORE),
-    "refresh": _Axis(_read_refresh, default=DEFAULT_REFRESH),
-    "group": _Axis(str, default=DEFAULT_GROUP),
-    "budget": _Axis(Budget.parse),
-    "protect": _Axis(Protect.parse, default=Protect()),
-    "when": _Axis(When.parse, default=DEFAULT_WHEN),
+AXES: dict[str, Axis] = {
+    "score": Axis(
+        lambda text: parse_part(text, SCORERS, "score"),
+        format_part,
+        DEFAULT_SCORE,
+        "a scorer, see `kvsim policies`",
+        "ema:0.8/score=vnorm",
+        "What a token is worth to one step.",
+    ),
+    "refresh": Axis(
+        _read_refresh,
+        str,
+        DEFAULT_REFRESH,
+        "steps, or first",
+        "ema:0.8/refresh=4",
+        "Score every r-th step only, or only the first; other steps evict by the old state (InertiaKV Eq. 6).",
+    ),
+    "group": Axis(
+        str,
+        str,
+        DEFAULT_GROUP,
+        "shared, layer or head",
+        "cumulative/group=head",
+        "Who shares a retained set: the whole model, a layer, or a KV head of a layer.",
+    ),
+    "budget": Axis(
+        Budget.parse,
+        str,
+        None,
+        "tokens (2048), or a share of the prompt (10%)",
+        "ema:0.8/budget=10%",
+        "Tokens kept in each group; beats the command line's.",
+    ),
+    "protect": Axis(
+        Protect.parse,
+        str,
+        Protect(),
+        "sink:S, recent:R, recent:P% of the budget, joined by +",
+        "cumulative/protect=sink:4+recent:50%",
+        "Positions that are not evicted while others remain; they count within the budget.",
+    ),
+    "when": Axis(
+        When.parse,
+        str,
+        DEFAULT_WHEN,
+        "every, prefill, overflow or overflow:P%",
+        "snapkv:16/when=every",
+        "Evict after every step, once before the first, or P% (10) of the cache whenever it exceeds its budget.",
+    ),
 }
+"""The axes of a policy string by name."""
 
 # A "/" starts an axis only before a word and "=", so that file paths need no quoting.
 _AXIS_START = re.compile(r"/(?=[a-z_]+=)")

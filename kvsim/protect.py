@@ -29,8 +29,11 @@ class Protect:
         if isinstance(self.recent, int):
             if self.recent < 0:
                 raise PolicyError(f"protect=recent must be 0 or more tokens, got {self.recent}")
-        elif not (re.fullmatch(r"\d{1,3}%", self.recent) and int(self.recent[:-1]) <= 100):
+        elif not (re.fullmatch(r"[0-9]{1,3}%", self.recent) and int(self.recent[:-1]) <= 100):
             raise PolicyError(f"protect=recent must be tokens (32) or a share of the budget (50%), got {self.recent!r}")
+        else:
+            share = int(self.recent[:-1])
+            object.__setattr__(self, "recent", f"{share}%" if share else 0)
 
     @classmethod
     def parse(cls, text: str) -> "Protect":
@@ -44,7 +47,7 @@ class Protect:
                 raise PolicyError(f"protect={text}: {name!r} is given twice")
             if name == "recent" and raw.endswith("%"):
                 values[name] = raw
-            elif re.fullmatch(r"\d+", raw):
+            elif re.fullmatch(r"[0-9]{1,18}", raw):
                 values[name] = int(raw)
             else:
                 raise PolicyError(f"protect={name} needs a number of tokens, as in {name}:4, got {raw!r}")
@@ -55,7 +58,8 @@ class Protect:
         recent = self.recent if isinstance(self.recent, int) else int(self.recent[:-1]) * budget // 100
         if self.sink + recent > budget:
             raise PolicyError(
-                f"protect={self} protects {self.sink + recent} tokens, more than the budget of {budget} tokens"
+                f"protect={self} protects {self.sink + recent} tokens, more than the budget of {budget} tokens; "
+                "protect fewer or raise the budget"
             )
         return self.sink, recent
 

@@ -89,7 +89,7 @@ def replay(
     >>> import kvsim
     >>> result = kvsim.replay("traces/samples/smollm2-needle-512", "ema:0.9", compression_ratio=0.9)
     >>> result.evicted_at.shape
-    (1, 595)
+    (1, 560)
     """
     return replay_many(
         trace,
@@ -158,6 +158,7 @@ def replay_many(
             trace_hash=trace.hash,
             prompt_length=trace.prompt_length,
             num_steps=trace.num_steps,
+            head_dim=trace.head_dim,
             plan=plan,
             outcome=outcome,
             engine=engine,

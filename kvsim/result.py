@@ -1,5 +1,6 @@
 """The result of one replay: who was evicted when, and what that cost."""
 
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ class Result:
         The recording's directory name and content hash.
     prompt_length, num_steps : int
         L0 and T of the recording.
+    head_dim : int or None
+        Elements of a key, where the recording knows.
     plan : Plan
         What the engine ran.
     outcome : Outcome
@@ -51,6 +54,7 @@ class Result:
     trace_hash: str
     prompt_length: int
     num_steps: int
+    head_dim: int | None
     plan: Plan
     outcome: Outcome
     engine: str
@@ -98,6 +102,7 @@ class Result:
         KvsimError
             If the step or the group does not exist.
         """
+        step, group = operator.index(step), operator.index(group)
         if not 0 <= step <= self.num_steps:
             raise KvsimError(f"step must be in 0..{self.num_steps}, got {step}")
         if not 0 <= group < self.plan.groups.count:
@@ -116,6 +121,31 @@ class Result:
 
         columns = {"step": np.arange(1, self.num_steps + 1), **self.outcome.metrics}
         return pl.DataFrame(columns).with_columns(pl.col(list(self.outcome.metrics)).fill_nan(None))
+
+    @property
+    def triggers(self) -> float | None:
+        """Moments at which anything was evicted, averaged over groups; None in shadow mode."""
+        if self.outcome.evicted_at is None:
+            return None
+        return float(np.mean([np.unique(row[row >= 0]).size for row in self.evicted_at]))
+
+    @property
+    def removed_of_seen(self) -> float | None:
+        """Share of all positions seen, prompt and generated, that were evicted; None in shadow mode."""
+        return None if self.outcome.evicted_at is None else float((self.evicted_at >= 0).mean())
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Bytes of the keys and values retained after the last step, in 16-bit numbers, counted per KV head.
+
+        None where the recording does not know its head dimension.
+        """
+        if self.head_dim is None:
+            return None
+        groups = self.plan.groups
+        heads = len(groups.layers) * groups.num_kv_heads // groups.count
+        tokens = sum(self.retained(self.num_steps, group).size for group in range(groups.count))
+        return tokens * heads * self.head_dim * 2 * 2
 
     @property
     def key(self) -> dict[str, str]:
@@ -139,6 +169,10 @@ class Result:
             "steps": self.num_steps,
             **means,
             "shadow_churn": self.shadow_churn,
+            "triggers": self.triggers,
+            "removed_of_seen": self.removed_of_seen,
+            "budget_of_mean_length": self.budget / (self.prompt_length + (self.num_steps + 1) / 2),
+            "kv_bytes": self.kv_bytes,
             "mode": self.mode,
             "loop": self.loop,
             "approximate": self.approximate,

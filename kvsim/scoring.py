@@ -3,9 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
-from kvsim.plan import FloatArray, Groups, ScoreSource
+from kvsim.plan import FloatArray, Groups, Plan, Redundancy, ScoreSource
 
-__all__ = ["attention_scores", "head_mean_scores", "independent_scores", "pooled"]
+__all__ = ["attention_scores", "head_mean_scores", "independent_scores", "pooled", "ranking"]
 
 
 def attention_scores(
@@ -100,6 +100,46 @@ def independent_scores(
     return _finish(source, _over_heads(source, values))
 
 
+def ranking(plan: Plan, group: int, m: FloatArray, visible: npt.NDArray[np.intp]) -> FloatArray:
+    """Give what eviction compares: the state, pooled, and less the redundancy where the plan has one.
+
+    Parameters
+    ----------
+    plan : Plan
+        Whose ranking it is.
+    group : int
+        Which group to rank.
+    m : array
+        State of the visible positions.
+    visible : array of int
+        Those positions, ascending.
+    """
+    rank = pooled(m, plan.pool)
+    mixed = plan.score.redundancy
+    if mixed is None:
+        return rank
+    free = (visible >= plan.n_sink[group]) & (visible <= visible[-1] - plan.n_recent[group])
+    total = m[free].sum()
+    importance = rank / total if total > 0 else rank
+    return mixed.mix * importance - (1 - mixed.mix) * redundancy(mixed, plan.groups, group, visible)
+
+
+def redundancy(source: Redundancy, groups: Groups, group: int, visible: npt.NDArray[np.intp]) -> FloatArray:
+    """Say how much of each visible key the other visible keys repeat; see `kvsim.plan.Redundancy`."""
+    layers, _, kv_heads = groups.members(group)
+    units = source.units[layers, kv_heads][:, :, visible]
+    similarity = units @ units.swapaxes(-1, -2)
+    diagonal = np.arange(visible.size)
+    similar = similarity > source.threshold
+    similarity[..., diagonal, diagonal], similar[..., diagonal, diagonal] = 0, False
+    recent = np.where(similar, diagonal, -1).max(axis=-1)
+    spared = (diagonal == recent[..., None]) & (recent[..., None] >= 0)
+    repeated = np.where(spared, 0, similarity).mean(axis=-2)
+    weights = np.exp(repeated - repeated.max(axis=-1, keepdims=True))
+    shares: FloatArray = (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=(0, 1))
+    return shares
+
+
 def pooled(m: FloatArray, size: int) -> FloatArray:
     """Give each element the maximum over the `size` neighbours around it (odd), fewer at the ends."""
     if size == 1:
@@ -122,7 +162,8 @@ def _finish(source: ScoreSource, s: FloatArray) -> FloatArray:
         entropy = -(p * np.log(np.where(p > 0, p, 1.0))).sum(axis=-1, keepdims=True)
         s = s * (entropy / np.log(s.shape[-1]))
     if source.pivotal:
-        s = (s > s.mean(axis=-1, keepdims=True)).astype(np.float64)
+        # A hair above the mean, so that equal scores are below it whatever the order of summation.
+        s = (s > s.mean(axis=-1, keepdims=True) * (1 + 1e-9)).astype(np.float64)
     if source.signed:
         s = s - s.min(axis=-1, keepdims=True)
     return s

@@ -37,7 +37,8 @@ def write_parquet(results: Sequence[Result], out: str | Path) -> None:
     out = Path(out)
     if out.exists():
         raise KvsimError(f"{out}: exists already; name a new directory")
-    frames = {"results": pl.DataFrame([result.summary() for result in results], infer_schema_length=None)}
+    summary = pl.DataFrame([result.summary() for result in results], infer_schema_length=None)
+    frames = {"results": summary.with_columns(pl.selectors.by_dtype(pl.Null).cast(pl.Float64))}
     frames["steps"] = pl.concat([_labelled(result, result.steps) for result in results])
     kept = [_labelled(result, _evictions(result)) for result in results if result.mode == "irreversible"]
     shadow = [_labelled(result, _bitmaps(result)) for result in results if result.mode == "shadow"]
@@ -46,6 +47,7 @@ def write_parquet(results: Sequence[Result], out: str | Path) -> None:
     if shadow:
         frames["retained"] = pl.concat(shadow)
     try:
+        made = [folder for folder in out.parents if not folder.exists()]
         out.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent))
         try:
@@ -55,9 +57,11 @@ def write_parquet(results: Sequence[Result], out: str | Path) -> None:
             os.rename(aside, out)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
+            for folder in made:
+                folder.rmdir()
             raise
-    except OSError as error:
-        raise KvsimError(f"{out}: cannot write results ({error.strerror})") from error
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise KvsimError(f"{out}: cannot write results ({getattr(error, 'strerror', None) or error})") from error
 
 
 def _labelled(result: Result, frame: pl.DataFrame) -> pl.DataFrame:

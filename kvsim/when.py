@@ -29,6 +29,8 @@ class When:
     def __post_init__(self) -> None:
         if self.name not in _NAMES:
             raise unknown_name("when", self.name, _NAMES)
+        if self.name != "overflow":
+            object.__setattr__(self, "percent", 10)
         if not 1 <= self.percent <= 100:
             raise PolicyError(f"when=overflow must evict 1% to 100% of the cache, got {self.percent}%")
 
@@ -38,7 +40,7 @@ class When:
         name, colon, share = text.partition(":")
         if not colon:
             return cls(name)
-        if name != "overflow" or not re.fullmatch(r"\d{1,3}%", share):
+        if name != "overflow" or not re.fullmatch(r"[0-9]{1,3}%", share):
             raise PolicyError(f"when takes every, prefill, overflow or overflow:25%, got {text!r}")
         return cls("overflow", int(share[:-1]))
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from kvsim.cli import bench, policies, record, replay, trace
+from kvsim.cli import bench, compare, policies, record, replay, sweep, trace, train_scorer
 from kvsim.cli.output import ErrorGroup
 from kvsim.version import __version__
 
@@ -37,8 +37,11 @@ def _root(
 
 
 app.command()(replay.replay)
+app.command()(sweep.sweep)
+app.command()(compare.compare)
 app.command()(record.record)
 app.command()(policies.policies)
+app.command("train-scorer")(train_scorer.train_scorer)
 app.add_typer(trace.app, name="trace")
 app.add_typer(bench.app, name="bench")
 

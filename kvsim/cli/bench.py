@@ -1,14 +1,18 @@
 """``kvsim bench``: measure, never in a test."""
 
+import os
+import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from kvsim_traces.bench import bench_trace
+from rich import box
 from rich.table import Table
 
-from kvsim.cli.output import ErrorGroup, console, print_json
+from kvsim.bench import bench_large, bench_replay
+from kvsim.cli.output import ErrorGroup, console, print_json, progress_bar
 
 __all__ = ["app"]
 
@@ -21,17 +25,64 @@ def _root() -> None:
 
 
 @app.command()
-def trace(
-    directory: Annotated[Path | None, typer.Option(help="Where to write the scratch recording.")] = None,
+def replay(
+    directory: Annotated[Path | None, typer.Option(help="Where to write the scratch recordings.")] = None,
+    large: Annotated[
+        bool, typer.Option("--large", help="Instead, replay a 20 GB recording and report the peak memory.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
-    """Append to and read from a recording of [128, 30, 16, 4096] scores, beside a plain memory read."""
+    """Measure policy-steps a second beside a plain read of the same bytes, on one core."""
+    if os.environ.get("OPENBLAS_NUM_THREADS") != "1" and not large:
+        # The number of BLAS threads is settled when NumPy is loaded, so start again with one.
+        os.execve(
+            sys.executable, [sys.executable, "-m", "kvsim", *sys.argv[1:]], os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+        )
     with tempfile.TemporaryDirectory(dir=directory, prefix="kvsim-bench-") as scratch:
-        report = bench_trace(Path(scratch))
+        if large:
+            report = bench_large(scratch)
+        else:
+            if hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+            with progress_bar("measuring", quiet=quiet or as_json) as advance:
+                report = bench_replay(scratch, progress=advance)
     if as_json:
         print_json(report)
         return
+    if not large:
+        table = Table(box=box.SIMPLE_HEAD)
+        for name in report["rows"][0]:
+            table.add_column(
+                name.replace("_", " "), justify="left" if name in ("engine", "mode", "capture") else "right"
+            )
+        for row in report.pop("rows"):
+            table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
+        console.print(table, highlight=False)
+    _print_facts(report)
+
+
+@app.command()
+def trace(
+    directory: Annotated[Path | None, typer.Option(help="Where to write the scratch recording.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:
+    """Append to and read from a recording of [128, 30, 16, 4096] scores, beside a plain memory read."""
+    scratch = tempfile.TemporaryDirectory(dir=directory, prefix="kvsim-bench-")
+    with scratch as name, progress_bar("measuring", quiet=quiet or as_json) as advance:
+        report = bench_trace(name, progress=advance)
+    if as_json:
+        print_json(report)
+        return
+    _print_facts(report)
+
+
+def _print_facts(report: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in report.items():
-        table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {item}" for key, item in value.items() if not isinstance(item, list))
+        if value != "":
+            table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
     console.print(table, highlight=False)

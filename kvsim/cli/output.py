@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import typer
-from kvsim_traces import TraceError
+from kvsim_traces import Trace, TraceError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer.core import TyperGroup
 
 from kvsim.errors import KvsimError
 
-__all__ = ["ErrorGroup", "console", "fail", "print_json", "progress_bar", "stderr"]
+__all__ = ["ErrorGroup", "console", "fail", "preview", "print_json", "progress_bar", "stderr"]
 
 # A table in a pipe or a file gets room for its columns; a terminal decides for itself.
 console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
@@ -31,6 +31,11 @@ class ErrorGroup(TyperGroup):
             return super().invoke(ctx)
         except (KvsimError, TraceError) as error:
             raise fail(str(error)) from None
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            where = "output" if error.filename is None else error.filename
+            raise fail(f"{where}: {error.strerror}") from None
 
 
 def fail(message: str) -> typer.Exit:
@@ -42,6 +47,14 @@ def fail(message: str) -> typer.Exit:
 def print_json(value: Any) -> None:
     """Print one JSON document to stdout."""
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def preview(trace: Trace, length: int = 120) -> str:
+    """Give the start of what was generated, on one line; nothing where the recording has no text."""
+    if not trace.has("text"):
+        return ""
+    words = " ".join("".join(trace.texts()[trace.prompt_length :]).split())
+    return words if len(words) <= length else words[: length - 1] + "…"
 
 
 @contextmanager

@@ -19,34 +19,41 @@ __all__ = ["policies"]
 
 
 def policies(
-    name: Annotated[str | None, typer.Argument(help="A policy or scorer name, or a whole policy string.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A policy, scorer or axis, or a whole policy string.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the policies and scorers, or explain one: its arguments, its source, and what a preset expands to."""
+    """List the policies, scorers and axes, or explain one: its arguments, its source, and what a preset expands to."""
     if name is None:
         entries = [_entry(cls) for cls in [*_sorted(HEADS), *_sorted(SCORERS)]]
         if as_json:
-            print_json({"policies": entries, "axes": list(AXES)})
+            print_json({"policies": entries, "axes": [_axis_entry(axis) for axis in AXES]})
         else:
             _print_list(entries)
         return
-    if name in SCORERS and name not in HEADS:
-        entry = _entry(SCORERS[name])
-    elif name in HEADS:
-        entry = _entry(HEADS[name])
-    elif ":" in name or "/" in name:
+    entries = [_entry(registry[name]) for registry in (HEADS, SCORERS) if name in registry]
+    if name in AXES:
+        entries.append(_axis_entry(name))
+    elif not entries and (":" in name or "/" in name):
         policy = parse(name)
-        entry = {**_entry(type(policy.head)), "canonical": str(policy), "expands_to": str(policy.expand())}
-    else:
-        raise unknown_name("policy", name, [*HEADS, *SCORERS])
+        entries = [{**_entry(type(policy.head)), "canonical": str(policy), "expands_to": str(policy.expand())}]
+    elif not entries:
+        raise unknown_name("policy, scorer or axis", name, {*HEADS, *SCORERS, *AXES})
     if as_json:
-        print_json(entry)
+        print_json(entries[0] if len(entries) == 1 else {"entries": entries})
         return
-    console.print(f"[bold]{entry['name']}[/bold] ({entry['kind']})", highlight=False)
-    console.print(entry["doc"], highlight=False, markup=False)
-    for label, key in (("canonical", "canonical"), ("expands to", "expands_to")):
-        if entry.get(key):
-            console.print(f"{label}: {entry[key]}", highlight=False, markup=False)
+    for entry in entries:
+        console.print(f"{entry['name']} ({entry['kind']})", style="bold", highlight=False, markup=False, soft_wrap=True)
+        console.print(entry["doc"], highlight=False, markup=False, soft_wrap=True)
+        for key in ("values", "default", "example", "canonical", "expands_to"):
+            if entry.get(key):
+                console.print(f"{key.replace('_', ' ')}: {entry[key]}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _axis_entry(name: str) -> dict[str, Any]:
+    axis = AXES[name]
+    default = None if axis.default is None else axis.write(axis.default)
+    facts = {"values": axis.values, "default": default, "example": axis.example}
+    return {"name": f"{name}=", "kind": "axis", "doc": axis.doc, **facts}
 
 
 def _sorted(registry: dict[str, Any]) -> list[Any]:
@@ -65,7 +72,7 @@ def _entry(cls: type[Any]) -> dict[str, Any]:
         "summary": (inspect.getdoc(cls) or "").partition("\n")[0],
         "doc": inspect.getdoc(cls) or "",
         "arguments": {f.name: str(getattr(hints[f.name], "__name__", hints[f.name])) for f in fields},
-        "example": cls.name if default is None else format_part(default),
+        "example": f"{cls.name}:{','.join(required).upper()}" if default is None else format_part(default),
         "expands_to": str(default.expand()) if is_preset and default is not None else None,
     }
 
@@ -81,4 +88,10 @@ def _print_list(entries: list[dict[str, Any]]) -> None:
             middle = [entry["expands_to"]] if kind == "preset" else []
             table.add_row(entry["example"], *middle, entry["summary"])
         console.print(table)
-    console.print(f"axes: {', '.join(f'{axis}=' for axis in AXES)}   (kvsim policies NAME explains one)", markup=False)
+    table = Table(title="axes", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("name", "values", "what it does"):
+        table.add_column(column, overflow="fold")
+    for name, axis in AXES.items():
+        table.add_row(f"/{name}=", axis.values, axis.doc)
+    console.print(table, highlight=False)
+    console.print("kvsim policies NAME explains one of them", markup=False)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvsim.cli.output import console, progress_bar, stderr
+from kvsim.cli.output import console, preview, progress_bar, stderr
 from kvsim.errors import KvsimError
 
 __all__ = ["record"]
@@ -55,7 +55,7 @@ def record(
     """
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
-            raise KvsimError(f"recording needs {package}: pip install 'kvsim[record]'")
+            raise KvsimError(f"recording needs {package}: pip install '.[record]' in the checkout, or 'kvsim[record]'")
     if steps < 1:
         raise KvsimError(f"--steps must be at least 1, got {steps}")
     if prompt_queries != "all" and not prompt_queries.isdigit():
@@ -95,18 +95,23 @@ def record(
         )
     check = trace.manifest.check
     error = "" if check is None else f"; largest error against eager attention {check['max_abs_error']:.1e}"
-    console.print(
-        f"wrote {out}: prompt {trace.prompt_length}, steps {trace.num_steps}, capture {trace.capture}{error}",
-        highlight=False,
-        markup=False,
-    )
+    early = ""
+    if trace.num_steps < steps:
+        why = "end of sequence; --suppress-eos goes on" if force is None else "the forced text ended"
+        early = f" of {steps} ({why})"
+    lines = [
+        f"wrote {out}: prompt {trace.prompt_length}, steps {trace.num_steps}{early}, capture {trace.capture}{error}"
+    ]
+    lines.append(f"the model said: {preview(trace)}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _read(file: str, option: str) -> str:
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise KvsimError(f"{option} {file}: {error.strerror}") from None
+        raise KvsimError(f"{option} {file}: {error.strerror}; it takes a text file, or - for stdin") from None
     except UnicodeDecodeError:
         raise KvsimError(f"{option} {file}: not UTF-8 text") from None
     if not text.strip():

@@ -9,6 +9,7 @@ import typer
 from kvsim_traces import Trace, open_trace
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from kvsim.budget import Budget
 from kvsim.cli.output import console, print_json, progress_bar, stderr
@@ -22,6 +23,7 @@ __all__ = ["find_traces", "replay"]
 
 COLUMNS = {
     "budget": "B",
+    "retained": "held",
     "kept_mass": "kept\nmass",
     "churn": "churn",
     "shadow_churn": "shadow\nchurn",
@@ -41,13 +43,17 @@ def find_traces(patterns: list[str]) -> list[str]:
     KvsimError
         If a pattern matches nothing, or only things that are not traces.
     """
+    if not patterns:
+        raise KvsimError("name a recording: --trace DIR")
     found: list[str] = []
     for pattern in patterns:
         if "://" in pattern or os.path.exists(pattern):
             found.append(pattern)
             continue
         matches = sorted(glob.glob(pattern))
-        traces = [match for match in matches if os.path.exists(os.path.join(match, "zarr.json"))]
+        # Rows that replays keep beside a trace are no traces themselves.
+        own = [match for match in matches if not match.rstrip("/").endswith((".rows", ".tokens"))]
+        traces = [match for match in own if os.path.exists(os.path.join(match, "zarr.json"))]
         if not traces:
             state = "matches no trace directory" if matches else "no such trace directory"
             raise KvsimError(f"{pattern}: {state}")
@@ -56,11 +62,11 @@ def find_traces(patterns: list[str]) -> list[str]:
 
 
 def replay(
-    trace: Annotated[
-        list[str], typer.Option(metavar="DIR|GLOB", help="Trace directory, quoted glob, or URL; repeatable.")
-    ],
     policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
-    more: Annotated[list[str] | None, typer.Argument(metavar="[TRACE]...", help="Further traces.")] = None,
+    trace: Annotated[
+        list[str] | None, typer.Option(metavar="DIR|GLOB", help="Trace directory, quoted glob, or URL; repeatable.")
+    ] = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="[TRACE]...", help="Traces, as after --trace.")] = None,
     compression_ratio: Annotated[
         str | None,
         typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED, in [0, 1); 0.9 unless --budget is given."),
@@ -91,14 +97,15 @@ def replay(
     chosen = choose_budget(compression_ratio, budget)
     if out is not None and out.exists():
         raise KvsimError(f"--out {out}: exists already; name a new directory")
-    traces = [open_trace(location) for location in find_traces(trace + (more or []))]
+    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
     for recording in traces:
         for wanted in policies:
             wanted.with_budget(chosen).plan(recording)
     if store_rows:
         for recording in traces:
             if recording.capture in ("qk", "qkv"):
-                recording.store_rows()
+                with progress_bar(f"storing rows of {recording.path.name}", quiet=quiet or as_json) as advance:
+                    recording.store_rows(progress=advance)
 
     asked = [wanted.with_budget(chosen) for wanted in policies]
     results: list[Result] = []
@@ -114,38 +121,45 @@ def replay(
         return
     for index, recording in enumerate(traces):
         own = results[index * len(policies) : (index + 1) * len(policies)]
-        console.print(_table(recording, policies, own, chosen))
+        _print_table(recording, policies, own, chosen)
     if out is not None:
-        stderr.print(f"wrote {out}", highlight=False, markup=False)
+        stderr.print(f"wrote {out}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _table(trace: Trace, policies: list[Policy], results: list[Result], budget: Budget) -> Table:
-    title = (
-        f"{trace.path.name}: prompt {trace.prompt_length}, steps {trace.num_steps}, "
-        f"{len(trace.eligible_layers)} layers, {trace.num_heads} heads ({trace.num_kv_heads} KV)"
-    )
+def _print_table(trace: Trace, policies: list[Policy], results: list[Result], budget: Budget) -> None:
     notes = ["shadow mode: nothing is evicted" if results[0].mode == "shadow" else "irreversible", "open loop"]
-    if any(policy.budget is None for policy in policies):
+    if any(policy.budget is None and policy.head.name != "full" for policy in policies):
         ratio = "" if budget.keep_ratio is None else f" of the prompt (compression_ratio {1 - budget.keep_ratio})"
         notes.append(f"B: {budget}{'' if ratio else ' tokens'}{ratio}")
     if any(result.approximate for result in results):
         notes.append("~ scores are head means, not renormalised over what is visible: approximate")
-    table = Table(title=title, caption="; ".join(notes), title_justify="left", caption_justify="left")
-    table.box, table.padding, table.pad_edge, table.show_edge = box.SIMPLE_HEAD, 0, False, False
+    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     table.add_column("policy", overflow="fold", min_width=16)
     rows = [result.summary() for result in results]
     shown = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
+    if all(abs(row["retained"] - row["budget"]) < 1 for row in rows):
+        shown.remove("retained")
     for name in shown:
         table.add_column(COLUMNS[name], justify="right", no_wrap=True, vertical="bottom")
     for policy, row in zip(policies, rows, strict=True):
         cells = [_cell(name, row[name]) for name in shown]
-        table.add_row(("~ " if row["approximate"] else "") + str(policy), *cells)
-    return table
+        table.add_row(Text(("~ " if row["approximate"] else "") + str(policy)), *cells)
+    console.print(
+        f"{trace.path.name}: prompt {trace.prompt_length}, steps {trace.num_steps}, "
+        f"{len(trace.eligible_layers)} layers, {trace.num_heads} heads ({trace.num_kv_heads} KV)",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    console.print(table, highlight=False)
+    console.print("; ".join(notes), highlight=False, markup=False, soft_wrap=True)
 
 
 def _cell(name: str, value: float | None) -> str:
     if value is None:
         return "-"
+    if name == "retained":
+        return f"{value:.0f}"
     if name in ("budget", "ties"):
         return f"{value:.10g}" if float(value).is_integer() else f"{value:.2g}"
     return f"{value:.3f}"

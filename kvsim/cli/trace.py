@@ -7,33 +7,37 @@ from typing import Annotated, Any
 import typer
 from kvsim_traces import describe, export_npz, import_npz, open_trace, repair_trace, verify_trace
 from rich.table import Table
+from rich.text import Text
 
-from kvsim.cli.output import ErrorGroup, console, print_json
+from kvsim.cli.output import ErrorGroup, console, preview, print_json, progress_bar
+from kvsim.errors import KvsimError
 
 __all__ = ["app"]
 
 app = typer.Typer(cls=ErrorGroup, help="Look at, check, mend, import and export recordings.", no_args_is_help=True)
 
 TraceDir = Annotated[str, typer.Argument(metavar="TRACE", help="Trace directory.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
 def info(trace: TraceDir, as_json: AsJson = False) -> None:
     """Print what a recording holds and where it came from."""
-    facts = describe(open_trace(trace))
+    recording = open_trace(trace)
+    facts = describe(recording)
     if as_json:
         print_json(facts)
         return
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _facts(facts):
-        table.add_row(name, value)
+    for name, value in _facts(facts, preview(recording)):
+        table.add_row(name, Text(value))
     console.print(table, highlight=False)
 
 
-def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(facts: dict[str, Any], said: str) -> Iterator[tuple[str, str]]:
     manifest = facts["manifest"]
     generation, check, model = manifest["generation"], manifest["check"], manifest["model"]
     yield "path", facts["path"]
@@ -45,12 +49,18 @@ def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     heads = f"{manifest['num_heads']} heads, {manifest['num_kv_heads']} KV heads"
     yield "layers", f"{layers} recorded, {eligible} eligible; {heads}, head dim {manifest['head_dim'] or '-'}"
     if model is not None:
-        yield "model", f"{model['name']} (config {model['config_hash'][:12]}, weights {model['weights_hash'][:12]})"
+        yield (
+            "model",
+            f"{model['name']} (config {_short(model['config_hash'])}, weights {_short(model['weights_hash'])})",
+        )
     if manifest["tokenizer"] is not None:
-        yield "tokenizer", f"{manifest['tokenizer']['name']} ({manifest['tokenizer']['hash'][:12]})"
+        yield "tokenizer", f"{manifest['tokenizer']['name']} ({_short(manifest['tokenizer']['hash'])})"
     flags = ["end of sequence suppressed"] if generation["suppress_eos"] else []
     flags += ["chat template"] if generation["chat_template"] else []
-    yield "tokens", ", ".join([generation["mode"], f"temperature {generation['temperature']:g}", *flags])
+    how = [f"temperature {generation['temperature']:g}"] if generation["mode"] == "generated" else []
+    yield "tokens", ", ".join([generation["mode"], *how, *flags])
+    if said:
+        yield "said", said
     if check is not None:
         yield (
             "check",
@@ -59,7 +69,8 @@ def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
     for name, array in facts["arrays"].items():
         shape = " x ".join(map(str, array["shape"]))
-        yield name, f"{array['dtype']} [{shape}], {array['bytes'] / 1e6:.2f} MB in {array['pieces']} pieces"
+        size = f"{array['bytes'] / 1e6:.2f} MB in {array['pieces']} file" + "s" * (array["pieces"] > 1)
+        yield name, f"{array['dtype']} [{shape}], {size}"
     environment = ", ".join(f"{name} {value}" for name, value in manifest["environment"].items())
     yield (
         "recorded",
@@ -69,16 +80,25 @@ def _facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "note", note
 
 
+def _short(digest: str | None) -> str:
+    return "unknown" if digest is None else digest[:12]
+
+
 @app.command()
-def verify(trace: TraceDir, as_json: AsJson = False) -> None:
+def verify(trace: TraceDir, as_json: AsJson = False, quiet: Quiet = False) -> None:
     """Check every byte: checksums, metadata, row sums; exit code 2 if anything is wrong."""
-    report = verify_trace(trace)
+    if not Path(trace).exists():
+        raise KvsimError(f"{trace}: no such trace directory")
+    with progress_bar(f"checking {trace}", quiet=quiet or as_json) as advance:
+        report = verify_trace(trace, progress=advance)
     if as_json:
         print_json({"ok": report.ok, "problems": report.problems})
     else:
         for problem in report.problems:
-            console.print(problem, highlight=False, markup=False)
-        console.print(f"{trace}: {'ok' if report.ok else 'damaged or incomplete'}", highlight=False, markup=False)
+            console.print(problem, highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"{trace}: {'ok' if report.ok else 'damaged or incomplete'}", highlight=False, markup=False, soft_wrap=True
+        )
     if not report.ok:
         raise typer.Exit(2)
 
@@ -90,33 +110,47 @@ def repair(
         bool, typer.Option("--truncate", help="Cut a damaged recording to the steps before the damage.")
     ] = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Mend a recording whose recorder was killed; committed steps are kept unless --truncate says otherwise."""
-    report = repair_trace(trace, truncate=truncate)
+    with progress_bar(f"checking {trace}", quiet=quiet or as_json) as advance:
+        report = repair_trace(trace, truncate=truncate, progress=advance)
     if as_json:
         print_json({"ok": report.ok, "actions": report.actions, "problems": report.problems})
     else:
-        for line in [*report.actions, *report.problems]:
-            console.print(line, highlight=False, markup=False)
+        for line in [*report.actions, *report.problems] or [f"{trace}: nothing to repair"]:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     if not report.ok:
         raise typer.Exit(2)
 
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help=".npz with attention [T,K,H,L] or scores [T,K,L], and prompt_length.")],
+    file: Annotated[Path, typer.Argument(help="An .npz file.")],
     out: Annotated[Path, typer.Option(help="New trace directory.")],
+    quiet: Quiet = False,
 ) -> None:
-    """Turn anyone's arrays into a recording; optional arrays: tokens, queries, keys, values."""
-    trace = import_npz(file, out)
-    console.print(f"wrote {out}: {trace.num_steps} steps, capture {trace.capture}", highlight=False, markup=False)
+    """Turn anyone's arrays into a recording.
+
+    The .npz holds attention [T,K,H,L] or scores [T,K,L], and prompt_length; optional are tokens, queries, keys, values,
+    num_kv_heads, prompt_mass, prompt_queries.
+    """
+    with progress_bar(f"importing {file}", quiet=quiet) as advance:
+        trace = import_npz(file, out, progress=advance)
+    console.print(
+        f"wrote {out}: {trace.num_steps} steps, capture {trace.capture}", highlight=False, markup=False, soft_wrap=True
+    )
+    for note in trace.manifest.notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
 def export(
     trace: TraceDir,
     out: Annotated[Path, typer.Option(help="New .npz file.")],
+    quiet: Quiet = False,
 ) -> None:
     """Write a recording as a plain .npz that `kvsim trace import` reads back."""
-    export_npz(open_trace(trace), out)
-    console.print(f"wrote {out}", highlight=False, markup=False)
+    with progress_bar(f"exporting {trace}", quiet=quiet) as advance:
+        export_npz(open_trace(trace), out, progress=advance)
+    console.print(f"wrote {out}", highlight=False, markup=False, soft_wrap=True)

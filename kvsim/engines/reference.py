@@ -9,7 +9,7 @@ from kvsim_traces import Trace
 from kvsim.engines.outcome import METRICS, Mode, Outcome, Progress
 from kvsim.engines.output import output_error_of_step
 from kvsim.plan import FloatArray, Plan
-from kvsim.scoring import attention_scores, head_mean_scores, independent_scores, pooled
+from kvsim.scoring import attention_scores, head_mean_scores, independent_scores, ranking
 
 __all__ = ["run", "run_many"]
 
@@ -70,10 +70,12 @@ def run(trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | 
     if plan.ring is not None:
         ring[:, :, :prompt] = plan.ring
     updates = 0
+    guarded = np.zeros((groups.count, positions), dtype=np.bool_)
+    peak = np.zeros((groups.count, positions))
 
     if plan.evicts[0] and not shadow:
         for g in range(groups.count):
-            retained[g], _ = _select(state[g], np.arange(prompt), plan, g, plan.target(g, prompt))
+            retained[g], _ = _select(state[g], np.arange(prompt), plan, g, plan.target(g, prompt), guarded[g])
             evicted_at[g, :prompt][~retained[g, :prompt]] = 0
 
     for t in range(1, steps + 1):
@@ -95,6 +97,7 @@ def run(trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | 
                     scores = attention_scores(plan.score, rows, groups, g, visible, renormalise=not shadow)
                 else:
                     scores = head_mean_scores(plan.score, rows, groups, g, visible)
+                peak[g, visible] = scores.max(axis=0)
                 if plan.window:
                     ring[g, updates % plan.window, visible] = scores.sum(axis=0)
                     m[visible] = ring[g][:, visible].sum(axis=0)
@@ -110,7 +113,10 @@ def run(trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | 
             before = retained[g].copy()
             if shadow or (plan.evicts[t] and visible.size > plan.budgets[g]):
                 stay = int(plan.budgets[g]) if shadow else plan.target(g, visible.size)
-                retained[g], ties = _select(m, visible, plan, g, stay)
+                if plan.rescue is not None and visible.size > plan.budgets[g] and not guarded[g].any():
+                    free = visible[~_protected(visible, plan, g)]
+                    guarded[g] = _top(peak[g], free, int(plan.rescue[g]), positions)
+                retained[g], ties = _select(m, visible, plan, g, stay, guarded[g])
                 if not shadow:
                     evicted_at[g, visible[~retained[g, visible]]] = t
             else:
@@ -144,12 +150,14 @@ def run(trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | 
     return Outcome(None if shadow else evicted_at, history, per_step)
 
 
-def _select(m: FloatArray, visible: npt.NDArray[np.intp], plan: Plan, g: int, stay: int) -> tuple[BoolArray, int]:
+def _select(
+    m: FloatArray, visible: npt.NDArray[np.intp], plan: Plan, g: int, stay: int, guarded: BoolArray
+) -> tuple[BoolArray, int]:
     """Keep `stay` of `visible`: protected first, then by float32 rank, then the newest; count ties."""
     kept = np.zeros(m.size, dtype=np.bool_)
     rank = np.zeros(m.size)
-    rank[visible] = pooled(m[visible], plan.pool)
-    protected = (visible < plan.n_sink[g]) | (visible > visible[-1] - plan.n_recent[g])
+    rank[visible] = ranking(plan, g, m[visible], visible)
+    protected = _protected(visible, plan, g) | guarded[visible]
     free = visible[~protected]
     room = stay - int(protected.sum())
     kept[visible[protected]] = True
@@ -164,6 +172,12 @@ def _select(m: FloatArray, visible: npt.NDArray[np.intp], plan: Plan, g: int, st
     cut = rank[lost].astype(np.float32).max()
     tied = rank[free].astype(np.float32) == cut
     return kept, int(tied.sum()) if bool(tied[chosen[free]].any()) else 0
+
+
+def _protected(visible: npt.NDArray[np.intp], plan: Plan, g: int) -> BoolArray:
+    """Mark the first and the most recent positions that the plan protects."""
+    marks: BoolArray = (visible < plan.n_sink[g]) | (visible > visible[-1] - plan.n_recent[g])
+    return marks
 
 
 def _top(m: FloatArray, among: npt.NDArray[np.intp], count: int, positions: int) -> BoolArray:

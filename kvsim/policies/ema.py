@@ -33,6 +33,8 @@ class Ema(Rule):
     def __post_init__(self) -> None:
         if not 0 <= self.alpha < 1:
             raise PolicyError(f"alpha of 'ema' must be in [0, 1), got {self.alpha}")
+        # Minus zero is zero, and must print like it.
+        object.__setattr__(self, "alpha", self.alpha + 0.0)
 
     def plan(self, context: Context) -> Plan:
         """See `Rule.plan`."""

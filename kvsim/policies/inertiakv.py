@@ -1,11 +1,13 @@
-"""InertiaKV and its two cheaper forms."""
+"""InertiaKV, its two cheaper forms, and the paper's auxiliary variant."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsim.head import Preset, register
 from kvsim.policies.ema import Ema
+from kvsim.policies.rescue import Rescue
 from kvsim.policy import Policy
+from kvsim.protect import Protect
 
 
 @register
@@ -49,3 +51,19 @@ class ScoreFree(Preset):
     def expand(self) -> Policy:
         """See `Preset.expand`."""
         return Policy(Ema(0.8), refresh="first")
+
+
+@register
+@dataclass(frozen=True)
+class InertiaKVAux(Preset):
+    """InertiaKV with a static reserve and first-eviction rescue, the variant its App. B argues against.
+
+    The paper gives no sizes: here the reserve is the first four tokens and the most recent tenth of the budget, and
+    another tenth is rescued (`rescue`).
+    """
+
+    name: ClassVar[str] = "inertiakv-aux"
+
+    def expand(self) -> Policy:
+        """See `Preset.expand`."""
+        return Policy(Rescue(0.8), protect=Protect(sink=4, recent="10%"))

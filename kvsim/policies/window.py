@@ -44,8 +44,10 @@ class Window(Rule):
         """See `Rule.plan`."""
         ring = self._prompt_ring(context) if self.start == "prompt" else None
         plan = context.linear(a=1, b=1, m0=None if ring is None else ring.sum(axis=1))
-        recent = np.maximum(plan.n_recent, np.minimum(self.size, plan.budgets - plan.n_sink))
-        return replace(plan, window=self.size, ring=ring, pool=self.pool, n_recent=recent)
+        # Longer windows and wider pools than the recording are the same as these.
+        window = self.size if ring is not None and context.when.name != "prefill" else min(self.size, context.num_steps)
+        pool = min(self.pool, 2 * context.trace.num_positions + 1)
+        return protect_recent(replace(plan, window=window, ring=ring, pool=pool), self.size)
 
     def _prompt_ring(self, context: Context) -> FloatArray:
         """Scores of the prompt's last queries, [G, size or 1, L0]; summed up at once where none is ever replaced."""
@@ -53,6 +55,7 @@ class Window(Rule):
         if score.kind != "attention" or score.weight is not None or score.entropy or score.pivotal:
             raise PolicyError(f"{context.policy}: start=prompt ranks by attention; it does not combine with score=")
         keep = context.when.name != "prefill"
+        context.prompt_attention(0, self.size)
         ring = np.zeros((groups.count, self.size if keep else 1, context.prompt_length))
         for layer in range(len(groups.layers)):
             attention = context.prompt_attention(layer, self.size)
@@ -61,7 +64,15 @@ class Window(Rule):
                 own = attention[heads]
                 own = own.max(axis=0) if score.heads == "max" else own.mean(axis=0)
                 ring[group] += own if keep else own.sum(axis=0)
+        if not keep:
+            # The window stays whatever it scores; left in, pooling would lift the positions before it.
+            ring[..., -self.size :] = 0
         return ring
+
+
+def protect_recent(plan: Plan, size: int) -> Plan:
+    """Protect the last `size` positions of every group, as far as its budget reaches."""
+    return replace(plan, n_recent=np.maximum(plan.n_recent, np.minimum(size, plan.budgets - plan.n_sink)))
 
 
 def rank(plan: Plan) -> FloatArray:

@@ -30,6 +30,11 @@ def test_a_float_product_would_have_lost_a_token():
     assert Budget.from_compression_ratio(0.9).resolve(1000) == 100
 
 
+def test_ratios_with_many_digits_are_exact():
+    assert Budget.from_compression_ratio("0.00000000000000000000000000001").resolve(1000) == 999
+    assert Budget.from_compression_ratio("0.99999999999999999999999999999").resolve(1000) == 1
+
+
 def test_percentages():
     assert Budget.parse("10%").resolve(512) == 51
     assert Budget.parse("12.5%").resolve(64) == 8

@@ -154,12 +154,49 @@ def test_verify_names_the_damaged_file_and_exits_with_2(trace):
     assert "attention" in run("replay", "--trace", trace.path, "--policy", "ema", "-q", code=2).stderr
 
 
+def test_text_from_recordings_is_not_markup(tmp_path):
+    trace = write_trace(tmp_path / "a[b]")
+    manifest = json.loads((trace.path / "zarr.json").read_text())
+    manifest["attributes"]["kvsim"]["notes"] = ["see [/tmp/x] [red]now"]
+    (trace.path / "zarr.json").write_text(json.dumps(manifest))
+    assert "see [/tmp/x] [red]now" in run("trace", "info", trace.path).stdout
+    assert "a[b]" in run("replay", "--trace", trace.path, "--policy", "ema", "-q").stdout
+
+
+def test_globs_pass_over_rows_kept_beside_a_trace(tmp_path):
+    write_trace(tmp_path / "runs" / "a", capture="qk")
+    first = run("replay", "--trace", tmp_path / "runs" / "*", "--policy", "tova", "--store-rows", "--json").stdout
+    assert (tmp_path / "runs" / "a.rows").is_dir()
+    assert run("replay", "--trace", tmp_path / "runs" / "*", "--policy", "tova", "--json").stdout == first
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(trace, tmp_path, monkeypatch):
+    def full(self, file, *args, **kwargs):
+        raise pl.exceptions.ComputeError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(pl.DataFrame, "write_parquet", full)
+    result = run("replay", "--trace", trace.path, "--policy", "ema", "--out", tmp_path / "x" / "y" / "o", "-q", code=2)
+    assert "No space left on device" in result.stderr
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("words", [["trace", "info"], ["trace", "verify"], ["trace", "repair"]])
+def test_impossible_paths_are_one_line_errors(words):
+    result = run(*words, "n" * 300, code=2)
+    assert result.stderr.startswith("kvsim: error: ")
+    assert result.stderr.count("\n") == 1
+
+
 def test_policies_lists_and_explains():
     listing = run("policies").stdout
     for word in ("ema", "tova", "vnorm", "single/group=layer", "axes"):
         assert word in listing
     assert "Eq. 4" in run("policies", "ema").stdout
     assert "cumulative:start=prompt/group=head" in run("policies", "h2o/budget=10%").stdout
+    assert "overflow:P%" in run("policies", "when").stdout
+    both = run("policies", "keydiff").stdout
+    assert "(preset)" in both
+    assert "(scorer)" in both
     entries = json.loads(run("policies", "--json").stdout)
     assert {"ema", "tova", "keydiff"} <= {entry["name"] for entry in entries["policies"]}
     assert "did you mean 'tova'" in run("policies", "tovaa", code=2).stderr

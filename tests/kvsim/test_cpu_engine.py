@@ -1,8 +1,10 @@
 """The Numba engine's own parts: float16 in registers, selection, many policies at once, the file of rows."""
 
 import json
+import os
 import shutil
 
+import google_crc32c
 import numba
 import numpy as np
 import pytest
@@ -99,6 +101,45 @@ def test_many_policies_in_one_pass_equal_each_alone(traces, kind, mode):
             np.testing.assert_allclose(got.metrics[name], column, rtol=1e-5, atol=1e-7, err_msg=f"{text} {name}")
 
 
+def test_rows_with_valid_checksums_but_other_numbers_are_built_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows_module, "IN_MEMORY", 0)
+    monkeypatch.setattr(rows_module, "_STORE", rows_module._Store(0))
+    trace = write_trace(tmp_path / "t", capture="scores")
+    want = kvsim.replay(trace, "ema:0.8", engine="reference").evicted_at
+    assert np.array_equal(kvsim.replay(trace, "ema:0.8").evicted_at, want)
+    beside = tmp_path / "t.tokens"
+    data = np.fromfile(beside / "rows", np.uint16)
+    facts = json.loads((beside / "rows.json").read_text())
+    data[: 41 * facts["stride"]] = 0
+    payload = data.tobytes()
+    facts["crc32c"][0] = google_crc32c.value(payload[: 41 * facts["stride"] * 2])
+    (beside / "rows").write_bytes(payload)
+    (beside / "rows.json").write_text(json.dumps(facts))
+    monkeypatch.setattr(rows_module, "_STORE", rows_module._Store(0))
+    assert np.array_equal(kvsim.replay(kvsim.open_trace(trace.path), "ema:0.8").evicted_at, want)
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "file"])
+def test_what_kvsim_did_not_make_is_not_replaced(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(rows_module, "IN_MEMORY", 0)
+    monkeypatch.setattr(rows_module, "_STORE", rows_module._Store(0))
+    trace = write_trace(tmp_path / "t", capture="scores")
+    (tmp_path / "elsewhere").mkdir()
+    beside = tmp_path / "t.tokens"
+    if kind == "directory":
+        beside.mkdir()
+        (beside / "notes.txt").write_text("mine")
+    elif kind == "link":
+        beside.symlink_to(tmp_path / "elsewhere")
+    else:
+        beside.write_text("mine")
+    want = kvsim.replay(trace, "ema:0.8", engine="reference").evicted_at
+    assert np.array_equal(kvsim.replay(trace, "ema:0.8").evicted_at, want)
+    assert not list((tmp_path / "elsewhere").iterdir())
+    if kind != "link":
+        assert (beside / "notes.txt" if kind == "directory" else beside).read_text() == "mine"
+
+
 def test_rows_too_large_for_memory_go_to_a_checked_file_beside_the_trace(tmp_path, monkeypatch):
     monkeypatch.setattr(rows_module, "IN_MEMORY", 0)
     trace = write_trace(tmp_path / "t", capture="scores")
@@ -119,10 +160,15 @@ def test_rows_too_large_for_memory_go_to_a_checked_file_beside_the_trace(tmp_pat
     (beside / "rows").write_bytes(data)
     assert np.array_equal(replay(), want), "a damaged file is built again"
     facts = json.loads((beside / "rows.json").read_text())
-    (beside / "rows.json").write_text(json.dumps({**facts, "hash": "of another trace"}))
-    assert np.array_equal(replay(), want)
-    (beside / "rows.json").write_text("{")
-    assert np.array_equal(replay(), want)
+    for bad in ({**facts, "hash": "of another trace"}, {**facts, "crc32c": 5}, {**facts, "crc32c": None}, []):
+        (beside / "rows.json").write_text(json.dumps(bad))
+        assert np.array_equal(replay(), want)
+    for text in ("{", "[" * 10**5):
+        (beside / "rows.json").write_text(text)
+        assert np.array_equal(replay(), want)
+    (beside / "rows.json").unlink()
+    os.mkfifo(beside / "rows.json")
+    assert np.array_equal(replay(), want), "a pipe is not waited for"
     shutil.rmtree(beside)
     assert np.array_equal(replay(), want), "the file may be deleted at any time"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t", "t.tokens"]

@@ -10,6 +10,16 @@ from kvsim.engines import ENGINES
 OTHERS = sorted(set(ENGINES) - {"reference"})
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_equal_scores_are_never_pivotal(tmp_path, engine):
+    rows = np.zeros((20, 3, 1, 21), np.float32)
+    for t in range(20):
+        rows[t, ..., : t + 2] = 1 / (t + 2)
+    trace = write_trace(tmp_path / "t", attention=rows, prompt=1, kv_heads=1)
+    result = kvsim.replay(trace, "cumulative/score=pivotal/group=layer", budget=2, engine=engine)
+    assert [result.retained(t).tolist() for t in range(1, 21)] == [[t - 1, t] for t in range(1, 21)]
+
+
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces")

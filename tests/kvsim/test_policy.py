@@ -18,6 +18,8 @@ from kvsim.policies.single import Single
 from kvsim.policies.streaming import Streaming
 from kvsim.protect import Protect
 from kvsim.scorers import SCORERS
+from kvsim.scorers.kvpress import KVPress
+from kvsim.scorers.learned import Learned
 from kvsim.scorers.random import RandomScore
 from kvsim.when import When
 
@@ -33,7 +35,7 @@ def test_every_head_and_scorer_is_in_the_case_list():
     heads = {text.partition("/")[0].partition(":")[0] for text in POLICIES}
     scores = {policy.score.name for text in POLICIES if (policy := kvsim.parse(text).expand()).score}
     assert heads == set(HEADS)
-    assert scores | {"attention"} == set(SCORERS)
+    assert scores | {"attention", "kvpress", "learned"} == set(SCORERS), "the others need more"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,9 @@ def test_every_head_and_scorer_is_in_the_case_list():
         ("tova/group=shared", "tova/group=shared"),
         ("h2o/protect=sink:0", "h2o/protect=sink:0"),
         ("random", "random:0"),
+        ("ema:-0.0", "ema:0"),
+        ("h2o/protect=recent:050%", "h2o"),
+        ("ema/protect=recent:0%", "ema:0.8"),
     ],
 )
 def test_canonical_form(text, canonical):
@@ -99,6 +104,11 @@ def test_a_preset_and_its_expansion_are_one_policy(tmp_path):
         ("ema:0.9/when=prefill:10%", "when takes every, prefill"),
         ("ema:0.9/when=overflow:0%", "1% to 100%"),
         ("window:0", "at least 1"),
+        ("window:9223372036854775808", "at most 18 digits"),
+        ("ema:0.9/budget=" + "9" * 5000, "must be a number of tokens"),
+        ("ema:0.9/refresh=" + "9" * 5000, "refresh must be"),
+        ("ema:0.9/protect=sink:" + "9" * 5000, "needs a number of tokens"),
+        ("ema:0.9/refresh=٣", "refresh must be"),
         ("window:3,pool=2", "odd"),
         ("ema:1", r"alpha of 'ema' must be in \[0, 1\), got 1"),
         ("ema:nan", "must be a finite number"),
@@ -150,6 +160,8 @@ def test_errors_against_a_trace(tmp_path):
             kvsim.replay(trace, "ema", budget=budget)
 
 
+arguments = {KVPress: ["KnormPress"], Learned: ["runs/a,b+50%/x=1/score=y.safetensors"]}
+some_scorers = [cls(*arguments.get(cls, [])) for cls in SCORERS.values()]
 alphas = st.floats(0, 1, exclude_max=True)
 policies = st.builds(
     kvsim.Policy,
@@ -161,7 +173,7 @@ policies = st.builds(
         *[st.just(cls()) for cls in HEADS.values()],
     ),
     score=st.one_of(
-        st.none(), st.builds(RandomScore, st.integers(0, 2**40)), *[st.just(c()) for c in SCORERS.values()]
+        st.none(), st.builds(RandomScore, st.integers(0, 2**40)), *[st.just(scorer) for scorer in some_scorers]
     ),
     refresh=st.one_of(st.none(), st.integers(1, 10**6), st.just("first")),
     group=st.sampled_from([None, "shared", "layer", "head"]),
@@ -192,6 +204,45 @@ def test_a_policy_word_is_one_unquoted_word_in_bash():
     text = "ema:0.8,over=step/score=vnorm/budget=10%/protect=sink:4+recent:50%"
     printed = subprocess.run(["bash", "-c", f"printf %s {text}"], capture_output=True, text=True, check=True).stdout
     assert printed == text
+
+
+def test_values_of_the_wrong_type_are_refused_by_name():
+    for options, message in [
+        ({"refresh": 2.5}, "refresh must be"),
+        ({"refresh": "foo"}, "refresh must be"),
+        ({"refresh": True}, "refresh must be"),
+        ({"score": "vnorm"}, "score must be a scorer"),
+        ({"budget": 10}, "budget must be a Budget"),
+        ({"protect": "sink:4"}, "protect must be a Protect"),
+        ({"when": "prefill"}, "when must be a When"),
+        ({"group": "heads"}, "unknown group"),
+    ]:
+        with pytest.raises(kvsim.PolicyError, match=message):
+            kvsim.Policy(Ema(0.8), **options)
+    with pytest.raises(kvsim.PolicyError, match=r"kvsim\.parse reads strings"):
+        kvsim.Policy("ema:0.9")
+    for tokens in (10.5, True, "3"):
+        with pytest.raises(kvsim.PolicyError, match="whole number of tokens"):
+            Budget(tokens)
+    assert When("prefill", 20) == When("prefill")
+
+
+def test_an_error_names_the_policy_and_the_recording(tmp_path):
+    trace = write_trace(tmp_path / "t")
+    with pytest.raises(kvsim.PolicyError, match=r"^streaming:4/budget=1: .*raise the budget.*\(on .*t\)$"):
+        kvsim.replay(trace, "streaming:4", budget=1)
+
+
+def test_numbers_far_beyond_the_recording_mean_all_of_it(tmp_path):
+    trace = write_trace(tmp_path / "t")
+    for policy, same in [
+        ("window:99999999999", "window:12"),
+        ("window:5,pool=999999999999999999", "window:5,pool=151"),
+        ("ema:0.8/refresh=999999999999999999", "ema:0.8/refresh=first"),
+        ("ema:0.8/budget=999999999999999999", "ema:0.8/budget=52"),
+    ]:
+        got, want = (kvsim.replay(trace, p, budget=12, shadow_churn=False) for p in (policy, same))
+        assert got.evicted_at.tolist() == want.evicted_at.tolist()
 
 
 def test_policies_are_frozen_and_dataclasses():

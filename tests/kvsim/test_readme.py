@@ -1,6 +1,8 @@
 """The README's numbers are what the commands print today."""
 
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 
 import kvsim
 from kvsim.cli import app
+from kvsim.head import HEADS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -48,3 +51,19 @@ def test_every_policy_string_in_the_readme_parses():
     assert len(words) > 8
     for word in words:
         kvsim.parse(word)
+
+
+def test_the_policy_of_your_own_works_as_shown():
+    block = re.search(r"```python\n(from dataclasses.*?)```", README, re.DOTALL)[1]
+    name = "kvsim.policies.leaky"
+    try:
+        module = sys.modules[name] = types.ModuleType(name)
+        exec(block, vars(module))
+        trace = SAMPLES / "smollm2-needle-512"
+        own, ema = (
+            kvsim.replay(trace, p, shadow_churn=False) for p in ("leaky:0.9/group=layer", "ema:0.9/group=layer")
+        )
+        assert own.evicted_at.tolist() == ema.evicted_at.tolist()
+    finally:
+        HEADS.pop("leaky", None)
+        sys.modules.pop(name, None)

@@ -1,6 +1,7 @@
 """The shared case list: every engine and kernel is compared with the reference on these."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,16 +57,70 @@ POLICIES = [
     "keydiff/when=prefill",
     "knorm",
     "random:7",
+    "expected",
+    "cumulative/score=expected:n_future=9,n_sink=2,vnorm=false/refresh=3",
+    "pyramidkv:6",
+    "pyramid:2,start=prompt,beta=3/group=layer/protect=sink:1",
+    "adakv:snapkv,window_size=3,kernel=3",
+    "adakv:expected,floor=0.5",
+    "adaptive:2,safeguard=minimum/group=head",
+    "adaptive:0/score=knorm/group=head/when=overflow",
+    "kvzip",
+    "nonuniform/score=kvzip/group=layer",
+    "nonuniform/score=knorm/group=head/protect=sink:1+recent:20%/when=prefill",
+    "cumulative/score=kvzip",
+    "rkv:6",
+    "rkv:3,kernel=1,mix=0.5/when=overflow:40%",
+    "ema:0.8/score=rkv:0.3,threshold=0.1,heads=mean",
+    "cumulative:start=prompt/score=rkv:0.5,threshold=0.2/group=layer/when=prefill",
+    "lagkv:4",
+    "ema:0.5/score=lagkv:3,n_sink=1/group=layer",
+    "cake:3",
+    "preference:4,gamma=1,tau1=1.6,tau2=0.4/group=layer/when=prefill/protect=sink:1",
+    "rescue:0.6,40/protect=recent:1",
+    "rescue:0.8,30/group=head/refresh=3",
+    "rescue:0.5,20/when=overflow:50%",
     "inertiakv",
+    "inertiakv-aux",
     "inertiakv-lazy:4",
     "score-free",
 ]
 
-PER_HEAD = ("h2o", "keydiff", "knorm", "snapkv", "scissorhands")
+PER_HEAD = (
+    "h2o",
+    "keydiff",
+    "knorm",
+    "snapkv",
+    "scissorhands",
+    "expected",
+    "pyramidkv",
+    "adakv",
+    "kvzip",
+    "rkv",
+    "lagkv",
+    "cake",
+)
 NEEDS_HEADS = [p for p in POLICIES if "group=head" in p or p.startswith(PER_HEAD)]
-NEEDS_KEYS = [
-    p for p in POLICIES if any(word in p for word in ("vnorm", "keydiff", "knorm", "start=prompt/group=layer"))
-]
+READS_KEYS = (
+    "vnorm",
+    "keydiff",
+    "knorm",
+    "kvzip",
+    "rkv",
+    "lagkv",
+    "cake",
+    "preference",
+    "expected",
+    "pyramid:",
+    "start=prompt/group=layer",
+)
+NEEDS_KEYS = [p for p in POLICIES if any(word in p for word in READS_KEYS)]
+MODEL = {
+    "name": "synthetic",
+    "config": {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "config_hash": None,
+    "weights_hash": None,
+}
 
 
 def random_attention(
@@ -94,7 +149,9 @@ def write_trace(
     head_dim: int = 8,
     prompt: int = 40,
     attention: npt.NDArray[np.float32] | None = None,
+    keys: npt.NDArray[np.float32] | None = None,
     eligible: list[int] | None = None,
+    model: dict[str, Any] | None = MODEL,
 ) -> Trace:
     """Write a synthetic recording; `heads` ones hold keys and values as well, so that every policy can run on them."""
     rng = np.random.default_rng(seed)
@@ -102,15 +159,17 @@ def write_trace(
         attention = random_attention(rng, steps, layers, heads, prompt)
     steps, layers, heads, _ = attention.shape
     queries = rng.normal(size=(steps, layers, heads, head_dim)).astype(np.float32)
-    keys = rng.normal(size=(layers, kv_heads, prompt + steps, head_dim)).astype(np.float32)
+    drawn = rng.normal(size=(layers, kv_heads, prompt + steps, head_dim)).astype(np.float32)
+    keys = drawn if keys is None else keys
     values = rng.normal(size=keys.shape).astype(np.float32)
     prompt_queries = rng.normal(size=(layers, heads, min(8, prompt), head_dim)).astype(np.float32)
     mass = rng.gamma(1.0, size=(layers, heads, prompt)).astype(np.float32)
+    kvzip_scores = rng.random(size=(layers, kv_heads, prompt)).astype(np.float32) ** 4
     arrays = {
-        "heads": ["attention", "keys", "values", "prompt_mass", "prompt_queries"],
+        "heads": ["attention", "queries", "keys", "values", "prompt_mass", "prompt_queries", "kvzip_scores"],
         "scores": ["scores", "prompt_mass"],
-        "qk": ["queries", "keys", "prompt_mass", "prompt_queries"],
-        "qkv": ["queries", "keys", "values", "prompt_mass", "prompt_queries"],
+        "qk": ["queries", "keys", "prompt_mass", "prompt_queries", "kvzip_scores"],
+        "qkv": ["queries", "keys", "values", "prompt_mass", "prompt_queries", "kvzip_scores"],
     }[capture]
     manifest = Manifest(
         capture=capture,
@@ -122,6 +181,7 @@ def write_trace(
         head_dim=head_dim if capture != "scores" else None,
         arrays=[*arrays, "row_sums"],
         layers=[LayerInfo(eligible=eligible is None or layer in eligible) for layer in range(layers)],
+        model=model,
     )
     with TraceWriter(path, manifest) as writer:
         writer.write_prompt(
@@ -129,6 +189,7 @@ def write_trace(
             values=values[:, :, :prompt] if "values" in arrays else None,
             prompt_mass=mass,
             prompt_queries=prompt_queries if "prompt_queries" in arrays else None,
+            kvzip_scores=kvzip_scores if "kvzip_scores" in arrays else None,
         )
         for t in range(steps):
             row = attention[t, :, :, : prompt + t + 1]

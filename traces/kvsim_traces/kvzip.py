@@ -1,9 +1,9 @@
 """KVzip's reconstruction pass: how much each prompt position is needed to repeat the prompt (Kim et al., 2025).
 
 After prefill the model is asked to repeat the context and fed the context once more, chunk by chunk, on a copy of its
-cache. A position's score is the highest attention it receives in the pass of its own chunk, over all queries of the pass
-and all query heads of its KV head. As in the authors' code the softmax runs over the first few positions, the chunk and
-the pass's own tokens, whatever else is cached; with one chunk that is all there is.
+cache. A position's score is the highest attention it receives in its own chunk's pass, over all queries of the pass and
+all query heads of its KV head. As in the authors' code the softmax runs over the first few positions, the chunk and the
+pass's own tokens, whatever else is cached; with one chunk that is all there is.
 """
 
 from typing import Any, Final
@@ -121,11 +121,13 @@ class Reconstruction:
             return token_ids("kvzip: the request", tokenizer(text, add_special_tokens=False).input_ids, vocab_size)
 
         self._first, self._later, self._suffix = encoded(REQUEST), encoded(REQUEST_PART), encoded(suffix)
+        passes = len(range(0, len(prompt), chunk_size))
+        count = "1 reconstruction pass" if passes == 1 else f"{passes} reconstruction passes"
         self.note = (
-            f"kvzip_scores: highest attention over {len(range(0, len(prompt), chunk_size))} passes of up to {chunk_size} "
-            f"positions, each after {REQUEST!r} (later ones: {REQUEST_PART!r} and the {_TAIL} tokens before it) "
-            f"and {suffix!r}"
+            f"kvzip_scores: highest attention in {count} of up to {chunk_size} positions after {REQUEST + suffix!r}"
         )
+        if passes > 1:
+            self.note += f", later ones after {REQUEST_PART!r}, the {_TAIL} tokens before the chunk and {suffix!r}"
 
     def passes(self) -> list[tuple[int, int, list[int]]]:
         """Give each pass's chunk, as its first and one past its last position, and the tokens it feeds."""

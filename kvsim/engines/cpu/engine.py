@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 from kvsim_traces import Trace
 
+from kvsim.engines.cpu.output import output_errors
 from kvsim.engines.cpu.raw import compare_evicted, compare_history, raw_sets
 from kvsim.engines.cpu.replay_fast import replay_fast
 from kvsim.engines.cpu.replay_many import replay_shared
 from kvsim.engines.cpu.replay_one import ATTENTION, BILINEAR, COSINE, STATIC, replay_group
-from kvsim.engines.cpu.rows import TokenRows, token_rows
+from kvsim.engines.cpu.rows import TokenRows, bounded, token_rows
 from kvsim.engines.outcome import METRICS, Mode, Outcome, Progress
-from kvsim.engines.output import output_error
 from kvsim.plan import Plan
 
 __all__ = ["is_plain", "run", "run_many"]
@@ -32,6 +32,7 @@ def run(
     shadow: bool = False,
     raw: bool = True,
     mode: Mode = "exact",
+    measure: bool = True,
     progress: Progress | None = None,
 ) -> Outcome:
     """Replay a plan on a trace; see `kvsim.engines.reference.run`, whose `evicted_at` the exact mode returns.
@@ -43,11 +44,14 @@ def run(
     mode : {"exact", "fast"}
         ``exact`` keeps the layer order of the definition in float64; ``fast`` collapses a step's layers into one
         float32 product where the scores are plain attention, and may order near-ties differently.
+    measure : bool
+        Whether the fast mode computes the kept mass where nothing else needs it.
     """
     rows = token_rows(trace)
     groups, steps, positions = plan.groups, trace.num_steps, trace.num_positions
     evicted_at = np.full((groups.count, positions), -1, dtype=np.int32)
     history = np.zeros((groups.count, steps, positions), dtype=np.bool_) if shadow else None
+    mixed = plan.score.redundancy
     metrics = {name: np.full((groups.count, steps), np.nan) for name in METRICS}
     source = _Source.of(plan)
     renormalise = trace.capture != "scores" and not shadow
@@ -60,7 +64,7 @@ def run(
         limits = (int(plan.budgets[g]), int(plan.n_sink[g]), int(plan.n_recent[g]), trace.prompt_length, plan.m0[g])
         rule = (a, b, plan.reset, plan.scored, plan.evicts)
         if mode == "fast" and not shadow and is_plain(plan):
-            replay_fast(*recording, renormalise, *rule, *limits, True, evicted_at[g], *answers)
+            replay_fast(*recording, renormalise, *rule, *limits, measure, evicted_at[g], *answers)
         else:
             sets = np.zeros((0, 0), np.bool_) if history is None else history[g]
             history_of_scores = np.zeros((plan.window, positions))
@@ -81,21 +85,26 @@ def run(
                 history_of_scores,
                 plan.pool,
                 plan.batch,
+                0 if plan.rescue is None else int(plan.rescue[g]),
+                _units(plan, g),
+                0.0 if mixed is None else mixed.mix,
+                0.0 if mixed is None else mixed.threshold,
                 shadow,
                 evicted_at[g],
                 sets,
                 *answers,
             )
 
-    _over_groups(one, groups.count, steps, progress)
+    with bounded(rows):
+        _over_groups(one, groups.count, steps, progress)
+        if raw:
+            _compare_with_raw(trace, rows, plan, metrics, evicted_at, history)
     metrics["churn"][:, 0] = np.nan
     _mark_newest(metrics, evicted_at, history, trace.prompt_length)
-    if raw:
-        _compare_with_raw(trace, rows, plan, metrics, evicted_at, history)
     per_step = {name: column.mean(axis=0) for name, column in metrics.items()}
-    history = None if history is None else history.transpose(1, 0, 2)
     if raw and trace.has("values") and trace.capture != "scores":
-        per_step["output_error"] = output_error(trace, plan, None if shadow else evicted_at, history)
+        per_step["output_error"] = output_errors(trace, rows, groups, evicted_at[None], history)[0]
+    history = None if history is None else history.transpose(1, 0, 2)
     return Outcome(None if shadow else evicted_at, history, per_step)
 
 
@@ -141,7 +150,8 @@ def is_plain(plan: Plan) -> bool:
     """Whether a plan is plain attention under a linear rule, which the fast and the many-policy kernels know."""
     score = plan.score
     weighted = score.weight is not None or score.entropy or score.pivotal or score.signed or score.heads == "max"
-    return score.kind == "attention" and not (weighted or plan.window or plan.pool > 1 or plan.batch)
+    ranked = plan.window or plan.pool > 1 or plan.batch or plan.rescue is not None or score.redundancy is not None
+    return score.kind == "attention" and not (weighted or ranked)
 
 
 def _fits_one_pass(plan: Plan) -> bool:
@@ -155,39 +165,43 @@ def _one_pass(trace: Trace, plans: list[Plan], raw: bool, mode: Mode) -> list[Ou
     evicted_at = np.full((count, positions), -1, dtype=np.int32)
     metrics = {name: np.full((count, steps), np.nan) for name in METRICS}
     bases, depth, heads = _span(rows, plans[0], 0)
-    replay_shared(
-        rows.data,
-        bases,
-        rows.stride,
-        rows.scale,
-        depth,
-        heads,
-        trace.capture != "scores",
-        mode == "exact",
-        np.stack([plan.a[0] for plan in plans]),
-        np.stack([plan.b[0] for plan in plans]),
-        np.array([plan.reset for plan in plans]),
-        np.stack([plan.scored for plan in plans]),
-        np.stack([plan.evicts for plan in plans]),
-        np.array([plan.budgets[0] for plan in plans]),
-        np.array([plan.n_sink[0] for plan in plans]),
-        np.array([plan.n_recent[0] for plan in plans]),
-        trace.prompt_length,
-        np.stack([plan.m0[0] for plan in plans]),
-        np.zeros((count, positions), np.float64 if mode == "exact" else np.float32),
-        evicted_at,
-        *(metrics[name] for name in ("kept_mass", "ties", "retained", "churn")),
-    )
+    with bounded(rows):
+        replay_shared(
+            rows.data,
+            bases,
+            rows.stride,
+            rows.scale,
+            depth,
+            heads,
+            trace.capture != "scores",
+            mode == "exact",
+            np.stack([plan.a[0] for plan in plans]),
+            np.stack([plan.b[0] for plan in plans]),
+            np.array([plan.reset for plan in plans]),
+            np.stack([plan.scored for plan in plans]),
+            np.stack([plan.evicts for plan in plans]),
+            np.array([plan.budgets[0] for plan in plans]),
+            np.array([plan.n_sink[0] for plan in plans]),
+            np.array([plan.n_recent[0] for plan in plans]),
+            trace.prompt_length,
+            np.stack([plan.m0[0] for plan in plans]),
+            np.zeros((count, positions), np.float64 if mode == "exact" else np.float32),
+            evicted_at,
+            *(metrics[name] for name in ("kept_mass", "ties", "retained", "churn")),
+        )
     metrics["churn"][:, 0] = np.nan
     _mark_newest(metrics, evicted_at, None, trace.prompt_length)
     outcomes = []
+    measured = raw and trace.has("values") and trace.capture != "scores"
+    errors = output_errors(trace, rows, plans[0].groups, evicted_at[:, None]) if measured else None
     for p, plan in enumerate(plans):
         own = {name: column[p : p + 1] for name, column in metrics.items()}
         if raw:
-            _compare_with_raw(trace, rows, plan, own, evicted_at[p : p + 1], None)
+            with bounded(rows):
+                _compare_with_raw(trace, rows, plan, own, evicted_at[p : p + 1], None)
         per_step = {name: column[0] for name, column in own.items()}
-        if raw and trace.has("values") and trace.capture != "scores":
-            per_step["output_error"] = output_error(trace, plan, evicted_at[p : p + 1], None)
+        if errors is not None:
+            per_step["output_error"] = errors[p]
         outcomes.append(Outcome(evicted_at[p : p + 1], None, per_step))
     return outcomes
 
@@ -271,10 +285,24 @@ class _Source:
             static = self.static[layers, kv]
             static = np.ascontiguousarray(static.max(axis=1) if plan.score.heads == "max" else static.mean(axis=1))
         if self.vectors is not None:
-            vectors = np.ascontiguousarray(self.vectors[layers, kv])
+            vectors = np.ascontiguousarray(_distinct(self.vectors[layers, kv], 1))
         if self.queries is not None:
-            queries = np.ascontiguousarray(self.queries[:, layers, kv])
+            queries = np.ascontiguousarray(_distinct(self.queries[:, layers, kv], 2))
         return weight, static, vectors, queries
+
+
+def _units(plan: Plan, g: int) -> npt.NDArray[np.float64]:
+    """Give the unit keys of a group's redundancy, [K * KV heads, L, d]; empty without one."""
+    if plan.score.redundancy is None:
+        return np.empty((0, 0, 0))
+    layers, _, kv = plan.groups.members(g)
+    units = plan.score.redundancy.units[layers, kv]
+    return np.ascontiguousarray(units.reshape(-1, *units.shape[2:]))
+
+
+def _distinct(array: npt.NDArray[np.float64], axis: int) -> npt.NDArray[np.float64]:
+    """Drop what `np.broadcast_to` repeated along an axis: heads that share their numbers have the mean of one."""
+    return array.take([0], axis) if array.strides[axis] == 0 else array
 
 
 class _RawSets:

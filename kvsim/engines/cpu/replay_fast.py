@@ -62,6 +62,7 @@ def replay_fast(
     width = -(-span // LANES) * LANES
     pos, m = np.empty(total, np.int64), np.zeros(total, np.float32)
     weights, mass = np.zeros(width, np.float32), np.zeros(width, np.float32)
+    sums = np.zeros(4 * LANES, np.float32)
     keys, scratch = np.empty(total, np.float32), np.empty(total, np.float32)
     drop = np.zeros(total, np.bool_)
     n = prompt
@@ -100,8 +101,13 @@ def replay_fast(
                 for j in range(n):
                     start = base + pos[j] * stride
                     prefetch(data, ahead + pos[j] * stride)
-                    m[j] = old * m[j] + dot(data, start, weights, 0)
-                    accumulate(data, start, mass, 0)
+                    gain = dot(data, start, weights, 0)
+                    # Four sums in turn: adding to the one just stored would wait for it.
+                    accumulate(data, start, sums, (j & 3) * LANES)
+                    m[j] = old * m[j] + gain
+                for e in range(span):
+                    mass[e] = sums[e] + sums[LANES + e] + sums[2 * LANES + e] + sums[3 * LANES + e]
+                sums[:] = 0
             elif fused:
                 for j in range(n):
                     prefetch(data, ahead + pos[j] * stride)

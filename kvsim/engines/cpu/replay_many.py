@@ -100,7 +100,7 @@ def _lowest(keys, n):
 @numba.njit(cache=True, nogil=True, fastmath={"reassoc", "nsz"})
 def _row_sums(x, n, sums):
     for j in range(n):
-        total = np.float32(0)
+        total = 0.0
         for e in range(x.shape[1]):
             total += x[j, e]
         sums[j] = total
@@ -156,8 +156,8 @@ def replay_shared(
     pos = np.empty(total, np.int64)
     x = np.zeros((total, stride), np.float32)
     xt = np.empty((span, _row_length(total) if exact else 0))
-    member = np.empty((policies, total if renormalise else 0), np.float32)
-    sums = np.empty(total, np.float32)
+    member = np.empty((policies, total if renormalise and not exact else 0), np.float32)
+    sums = np.empty(total)
     weights = np.zeros((policies, stride), np.float32)
     inverse, s = np.empty(span if renormalise else 0), np.empty(total)
     keys, scratch = np.empty(total, np.float32), np.empty(total, np.float32)
@@ -198,7 +198,7 @@ def replay_shared(
         if exact:
             _transpose(x, n, span, scale, xt)
         mass = np.empty((0, 0), np.float32)
-        if renormalise:
+        if renormalise and not exact:
             for p in range(policies):
                 for j in range(n):
                     member[p, j] = np.float32(1.0) if alive[p, j] else np.float32(0.0)

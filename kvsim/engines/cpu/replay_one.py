@@ -4,6 +4,7 @@ import numba
 import numpy as np
 
 from kvsim.engines.cpu.half import load, prefetch
+from kvsim.engines.cpu.redundancy import forget, include, recompute, redundancy
 from kvsim.engines.cpu.select import drop_lowest
 
 __all__ = ["ATTENTION", "BILINEAR", "COSINE", "STATIC", "compact", "replay_group"]
@@ -119,7 +120,7 @@ def _finish(s, depth, n, entropy, pivotal, signed):
             mean = 0.0
             for j in range(n):
                 mean += s[layer, j]
-            mean /= n
+            mean *= (1 + 1e-9) / n
             for j in range(n):
                 s[layer, j] = s[layer, j] > mean
         if signed:
@@ -159,6 +160,43 @@ def _pooled(m, n, size, rank):
 
 
 @numba.njit(cache=True, nogil=True)
+def _rescue(peak, count, pos, n, n_sink, n_recent, keys, scratch, drop, rank, guarded):
+    """Guard the `count` unprotected positions of the highest peaks."""
+    protected = 0
+    for j in range(n):
+        rank[j] = peak[pos[j]]
+        guarded[pos[j]] = not (pos[j] < n_sink or pos[j] > pos[n - 1] - n_recent)
+        protected += not guarded[pos[j]]
+    drop_lowest(rank, pos, n, protected + count, n_sink, n_recent, keys, scratch, drop)
+    for j in range(n):
+        if drop[j]:
+            guarded[pos[j]] = False
+
+
+@numba.njit(cache=True, nogil=True)
+def _ranked(m, pos, n, pool, n_sink, n_recent, mix, sums, guarded, rank, repeated):
+    """Give what eviction compares: the state, pooled, less redundancy, guarded positions above all."""
+    pooled = _pooled(m, n, pool, rank)
+    mixed, guards = sums.size > 0, guarded.size > 0
+    if not mixed and not guards:
+        return pooled
+    total = 0.0
+    if mixed:
+        for j in range(n):
+            if pos[j] >= n_sink and pos[j] <= pos[n - 1] - n_recent:
+                total += m[j]
+        redundancy(sums, pos, n, repeated)
+    for j in range(n):
+        rank[j] = pooled[j]
+        if mixed:
+            importance = pooled[j] / total if total > 0 else pooled[j]
+            rank[j] = mix * importance - (1 - mix) * repeated[j]
+        if guards and guarded[pos[j]]:
+            rank[j] = np.inf
+    return rank
+
+
+@numba.njit(cache=True, nogil=True)
 def _target(n, budget, batch):
     """Give how many of n positions stay; see `kvsim.plan.Plan.target`."""
     if batch == 0:
@@ -166,6 +204,16 @@ def _target(n, budget, batch):
     while n > budget:
         n -= max(1, int(batch * n))
     return n
+
+
+@numba.njit(cache=True, nogil=True)
+def _dropped(pos, n, drop, lost):
+    """List the dropped positions."""
+    k = 0
+    for j in range(n):
+        if drop[j]:
+            lost[k] = pos[j]
+            k += 1
 
 
 @numba.njit(cache=True, nogil=True)
@@ -214,6 +262,10 @@ def replay_group(
     ring,
     pool,
     batch,
+    rescue,
+    units,
+    mix,
+    threshold,
     shadow,
     evicted_at,
     history,
@@ -226,8 +278,9 @@ def replay_group(
 
     Rows of step t start at ``bases[t]`` of `data`, position i's ``depth * heads`` elements at ``i * stride`` from
     there. `weight` is [K, heads, L], `static` [K, L], `vectors` [K, kv heads, L, d] (unit keys for the cosine),
-    `queries` [T, K, kv heads, d], `ring` [window, L] is overwritten; those not needed are empty. In shadow mode all
-    positions are ranked, `history` [T, L] receives the sets, and `evicted_at` stays untouched.
+    `queries` [T, K, kv heads, d], `ring` [window, L] is overwritten, `units` [K * kv heads, L, d] are the unit keys of
+    the redundancy; those not needed are empty. In shadow mode all positions are ranked, `history` [T, L] receives the
+    sets, and `evicted_at` stays untouched.
     """
     steps = bases.size
     total = prompt + steps
@@ -240,13 +293,21 @@ def replay_group(
     # Rows of an odd number of cache lines, so that they do not all fall into one cache set.
     s = np.empty((depth, ((total + 7) // 8 | 1) * 8))
     mass, inverse = np.empty(span), np.empty(span)
+    redundant = (units.shape[0], total if units.size else 0)
+    sums, last, spared = np.empty(redundant), np.empty(redundant, np.int64), np.empty(redundant)
+    repeated, lost, included = np.empty(redundant[1]), np.empty(redundant[1], np.int64), 0
+    peak, guarded = np.zeros(total if rescue else 0), np.zeros(total if rescue else 0, np.bool_)
+    rescued = rescue == 0
     n = prompt
     for j in range(n):
         pos[j] = j
         m[j] = m0[j]
 
     if evicts[0] and n > budget and not shadow:
-        drop_lowest(_pooled(m, n, pool, rank), pos, n, _target(n, budget, batch), n_sink, n_recent, keys, scratch, drop)
+        if units.size:
+            recompute(units, threshold, pos, n, sums, last, spared)
+        ranked = _ranked(m, pos, n, pool, n_sink, n_recent, mix, sums, guarded, rank, repeated)
+        drop_lowest(ranked, pos, n, _target(n, budget, batch), n_sink, n_recent, keys, scratch, drop)
         n = compact(m, pos, n, drop, evicted_at, 0)
 
     size, updates = n, 0
@@ -279,6 +340,11 @@ def replay_group(
                 _bilinear(vectors, queries[t], depth, vectors.shape[1], pos, n, highest, s)
             if entropy or pivotal or signed:
                 _finish(s, depth, n, entropy, pivotal, signed)
+            if not rescued:
+                for j in range(n):
+                    peak[pos[j]] = s[0, j]
+                    for layer in range(1, depth):
+                        peak[pos[j]] = max(peak[pos[j]], s[layer, j])
             if window > 0:
                 _slide(ring, updates % window, s, depth, pos, n, m)
             else:
@@ -300,8 +366,18 @@ def replay_group(
                 prefetch(data, bases[t + 1] + pos[j] * stride)
 
         ties[t] = 0
+        ranks = shadow or (evicts[t + 1] and n > budget)
+        if ranks and not rescued and n > budget:
+            _rescue(peak, rescue, pos, n, n_sink, n_recent, keys, scratch, drop, rank, guarded)
+            rescued = True
+        ranked = m
+        if ranks:
+            for j in range(included if units.size else n, n):
+                include(units, threshold, pos, j, pos[j], sums, last, spared)
+            included = n
+            ranked = _ranked(m, pos, n, pool, n_sink, n_recent, mix, sums, guarded, rank, repeated)
         if shadow:
-            _, ties[t] = drop_lowest(_pooled(m, n, pool, rank), pos, n, budget, n_sink, n_recent, keys, scratch, drop)
+            _, ties[t] = drop_lowest(ranked, pos, n, budget, n_sink, n_recent, keys, scratch, drop)
             both, now = 0, 0
             for j in range(n):
                 stays = not drop[j]
@@ -313,12 +389,16 @@ def replay_group(
             size = now
         else:
             before, gone, newest_gone = n - 1, 0, False
-            if evicts[t + 1] and n > budget:
+            if ranks:
                 stay = _target(n, budget, batch)
-                ranked = _pooled(m, n, pool, rank)
                 gone, ties[t] = drop_lowest(ranked, pos, n, stay, n_sink, n_recent, keys, scratch, drop)
                 newest_gone = drop[n - 1]
+                if units.size:
+                    _dropped(pos, n, drop, lost)
                 n = compact(m, pos, n, drop, evicted_at, t + 1)
+                if units.size:
+                    forget(units, threshold, pos, n, lost[:gone], sums, last, spared)
+                included = n
             both = before - gone + newest_gone
             churn[t] = 1.0 - both / (before + (not newest_gone))
             size = n

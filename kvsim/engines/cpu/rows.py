@@ -3,28 +3,37 @@
 import atexit
 import contextlib
 import json
+import mmap
 import os
 import shutil
 import tempfile
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import numba
 import numpy as np
 import numpy.typing as npt
 from kvsim_traces import Trace, TraceError
+from kvsim_traces.files import read_json
 
-from kvsim.engines.cpu.half import LANES
+from kvsim.engines.cpu.half import LANES, load
 
-__all__ = ["TokenRows", "token_rows"]
+__all__ = ["TokenRows", "bounded", "token_rows"]
 
 IN_MEMORY = 256 * 2**20
 """Rows up to this size are kept in memory; larger ones go to a file beside the trace."""
 
+DROP_EVERY = 0.005
+"""Seconds between two droppings of mapped pages: what memory can deliver meanwhile bounds what stays."""
+
 VERSION = 1
+
+FILES = ("rows", "rows.json")
 
 
 @dataclass(frozen=True)
@@ -122,7 +131,18 @@ def _fill(trace: Trace, t: int, heads: int, out: npt.NDArray[Any]) -> None:
         rows: npt.NDArray[Any] = trace.stored_rows(t + 1, layers).view(np.uint16)
     else:
         rows = trace.attention_rows(t + 1, layers)
-    out[:, : len(layers) * heads] = rows.reshape(len(layers) * heads, -1).T
+    _transpose(rows.reshape(len(layers) * heads, -1), out)
+
+
+@numba.njit(cache=True, nogil=True)
+def _transpose(rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    """Write rows [elements, tokens] into out [tokens, stride], in blocks that stay in the first-level cache."""
+    elements, tokens = rows.shape
+    for first in range(0, tokens, 32):
+        last = min(tokens, first + 32)
+        for e in range(elements):
+            for i in range(first, last):
+                out[i, e] = rows[e, i]
 
 
 def _mapped(
@@ -130,10 +150,11 @@ def _mapped(
 ) -> npt.NDArray[Any]:
     want = {"version": VERSION, "hash": trace.hash, "stride": stride, "dtype": dtype.name, "size": size}
     beside = trace.path.with_name(trace.path.name + ".tokens")
-    found = _verified(beside, want, bases, dtype)
-    if found is not None:
-        return found
-    parent = beside.parent if os.access(beside.parent, os.W_OK) else Path(tempfile.gettempdir())
+    if _is_ours(beside) and _is_intact(beside, want, trace, bases, heads, dtype):
+        return np.memmap(beside / "rows", dtype, mode="r")
+    # Never into the place of something that kvsim did not make.
+    writable = os.access(beside.parent, os.W_OK) and (_is_ours(beside) or not os.path.lexists(beside))
+    parent = beside.parent if writable else Path(tempfile.gettempdir())
     aside = Path(tempfile.mkdtemp(prefix=f".{beside.name}.", suffix=".tmp", dir=parent))
     try:
         checksums = []
@@ -146,37 +167,102 @@ def _mapped(
                 file.write(payload)
             file.write(bytes(LANES * dtype.itemsize))
         (aside / "rows.json").write_text(json.dumps({**want, "crc32c": checksums}))
-        if parent == beside.parent:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(beside)
-            os.rename(aside, beside)
-            aside = beside
-        else:
+        if not writable:
             atexit.register(shutil.rmtree, aside, ignore_errors=True)
+            return np.memmap(aside / "rows", dtype, mode="r")
+        # Mapped before it is renamed: another process may put its own, equal one into this place at once.
+        data = np.memmap(aside / "rows", dtype, mode="r")
+        if _is_ours(beside):
+            shutil.rmtree(beside, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.rename(aside, beside)
+            return data
+        shutil.rmtree(aside, ignore_errors=True)
+        return data
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise TraceError(f"{aside}: cannot write token-major rows ({error.strerror})") from error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    return np.memmap(aside / "rows", dtype, mode="r")
 
 
-def _verified(
-    directory: Path, want: dict[str, Any], bases: npt.NDArray[np.int64], dtype: np.dtype[Any]
-) -> npt.NDArray[Any] | None:
-    """Map rows that an earlier process built, if they are this trace's and whole; otherwise they are built again."""
+def _is_ours(directory: Path) -> bool:
+    """Whether a directory is one of rows: a real directory with nothing in it but the two files of one."""
+    if directory.is_symlink() or not directory.is_dir():
+        return False
+    with os.scandir(directory) as entries:
+        return all(entry.name in FILES and entry.is_file(follow_symlinks=False) for entry in entries)
+
+
+def _is_intact(
+    directory: Path,
+    want: dict[str, Any],
+    trace: Trace,
+    bases: npt.NDArray[np.int64],
+    heads: int,
+    dtype: np.dtype[Any],
+) -> bool:
+    """Whether rows that an earlier process built are this trace's, undamaged, and sum to what the trace says."""
     try:
-        facts = json.loads((directory / "rows.json").read_text())
-        checksums = facts.pop("crc32c")
-        if facts != want or os.path.getsize(directory / "rows") != want["size"] * dtype.itemsize:
-            return None
-        data = np.memmap(directory / "rows", dtype, mode="r")
-    except (OSError, ValueError, KeyError, AttributeError):
-        return None
-    if len(checksums) != len(bases) - 1:
-        return None
-    for t, expected in enumerate(checksums):
-        if google_crc32c.value(data[bases[t] : bases[t + 1]].tobytes()) != expected:
-            return None
-    return data
+        facts = read_json(directory / "rows.json")
+        checksums = facts.pop("crc32c", None)
+        if facts != want or not isinstance(checksums, list) or len(checksums) != trace.num_steps:
+            return False
+        if os.path.getsize(directory / "rows") != want["size"] * dtype.itemsize:
+            return False
+        layers = list(trace.eligible_layers)
+        with open(directory / "rows", "rb") as file:
+            for t, expected in enumerate(checksums):
+                payload = file.read(int(bases[t + 1] - bases[t]) * dtype.itemsize)
+                if google_crc32c.value(payload) != expected:
+                    return False
+                block = np.frombuffer(payload, dtype).reshape(-1, want["stride"])
+                sums = _sums(block, len(layers) * heads).reshape(len(layers), heads)
+                wanted = trace.row_sums(t + 1)[layers]
+                scale = 2.0**-15 if dtype == np.uint16 else 1.0
+                if not np.allclose(
+                    sums * scale, wanted if heads > 1 else wanted.mean(axis=1, keepdims=True), atol=2e-3
+                ):
+                    return False
+    except (OSError, TraceError):
+        return False
+    return True
+
+
+@numba.njit(cache=True, nogil=True)
+def _sums(block: npt.NDArray[Any], elements: int) -> npt.NDArray[np.float64]:
+    """Sum the first elements of a block [tokens, stride] over its tokens; a negative one makes its sum NaN."""
+    sums = np.zeros(elements)
+    flat, stride = block.ravel(), block.shape[1]
+    for i in range(block.shape[0]):
+        for e in range(elements):
+            x = load(flat, i * stride + e)
+            sums[e] += x if x >= 0 else np.nan
+    return sums
+
+
+@contextlib.contextmanager
+def bounded(rows: TokenRows) -> Iterator[None]:
+    """Keep the pages of mapped rows from piling up in memory while kernels run through them.
+
+    Pages that are dropped are still in the page cache; the kernels that need them again map them again.
+    """
+    mapped = getattr(rows.data, "_mmap", None)
+    if mapped is None or not hasattr(mapped, "madvise"):
+        yield
+        return
+    done = threading.Event()
+
+    def drop() -> None:
+        while not done.wait(DROP_EVERY):
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    thread = threading.Thread(target=drop, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        mapped.madvise(mmap.MADV_DONTNEED)
