@@ -55,11 +55,12 @@ def sweep(
 ) -> None:
     """Replay every combination of policies and settings on every recording, into one Parquet file.
 
-    One row a result: its summary, engine_mode, and set_NAME for each setting. A sweep that was stopped goes on where
-    it was when it is run again; another sweep into the same file adds its rows. Settings replace what a policy says
-    itself, and every policy must have them; without compression_ratio or a budget, 0.9 of the prompt is removed.
+    One row a result: its summary, engine_mode, and set_NAME for each setting.
+    Run again, a stopped sweep goes on where it was; another sweep adds its rows.
+    A setting replaces what a policy says itself, and every policy must have it.
+    Without a budget or compression_ratio, 0.9 of the prompt is removed.
 
-    Example: kvsim sweep --trace 'runs/*' --policy ema --set alpha=0.6,0.8 --set refresh=1,4,first --out sweep.parquet
+    Example: kvsim sweep --trace 'runs/*' --policy ema --set alpha=0.6,0.8 --set refresh=1,4,first --out s.parquet
     """
     grid = parse_settings(settings or [])
     traces = find_traces(trace + (more or []))
@@ -93,6 +94,5 @@ def sweep(
         f"{done.num_found} found there, {facts['seconds']:.1f} s",
         highlight=False,
         markup=False,
-        soft_wrap=True,
         soft_wrap=True,
     )

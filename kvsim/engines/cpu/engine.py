@@ -1,6 +1,7 @@
 """Running a plan group by group, on threads that hold no lock."""
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -311,6 +312,7 @@ class _RawSets:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._held: OrderedDict[tuple[Any, ...], tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def get(
         self, trace: Trace, rows: TokenRows, plan: Plan, g: int
@@ -326,9 +328,11 @@ class _RawSets:
             churn = np.full(trace.num_steps, np.nan)
             both = np.bitwise_count(sets[1:] & sets[:-1]).sum(axis=1, dtype=np.int64)
             churn[1:] = 1 - both / np.bitwise_count(sets[1:] | sets[:-1]).sum(axis=1, dtype=np.int64)
-            found = self._held[key] = (sets, churn)
-            while sum(sets.nbytes for sets, _ in list(self._held.values())) > self._limit and len(self._held) > 1:
-                self._held.popitem(last=False)
+            found = sets, churn
+            with self._lock:
+                self._held[key] = found
+                while sum(sets.nbytes for sets, _ in self._held.values()) > self._limit and len(self._held) > 1:
+                    self._held.popitem(last=False)
         return found
 
 
