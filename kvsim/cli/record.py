@@ -1,6 +1,8 @@
 """``kvsim record``."""
 
+import contextlib
 import importlib.util
+import io
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -69,10 +71,12 @@ def record(
     from kvsim_traces.loading import load_model
     from transformers.utils import logging as transformers_logging
 
-    # transformers' own bars and notes would mix with ours.
+    # transformers' own bars and notes would mix with ours; what goes wrong comes as an exception.
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    with stderr.status(f"loading {model}"):
+    if not quiet:
+        stderr.print(f"loading {model} …", highlight=False, markup=False, soft_wrap=True)
+    with contextlib.redirect_stderr(io.StringIO()):
         network, tokenizer = load_model(model, dtype=dtype, device=device, attention=attention)
     with progress_bar(f"recording {out.name}", quiet=quiet) as advance:
         trace = run_record(
@@ -102,7 +106,7 @@ def record(
     lines = [
         f"wrote {out}: prompt {trace.prompt_length}, steps {trace.num_steps}{early}, capture {trace.capture}{error}"
     ]
-    lines.append(f"the model said: {preview(trace)}")
+    lines.append(f"text: {preview(trace)}")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -60,7 +60,7 @@ def _facts(facts: dict[str, Any], said: str) -> Iterator[tuple[str, str]]:
     how = [f"temperature {generation['temperature']:g}"] if generation["mode"] == "generated" else []
     yield "tokens", ", ".join([generation["mode"], *how, *flags])
     if said:
-        yield "said", said
+        yield "text", said
     if check is not None:
         yield (
             "check",

@@ -110,9 +110,10 @@ def test_rows_with_valid_checksums_but_other_numbers_are_built_again(tmp_path, m
     beside = tmp_path / "t.tokens"
     data = np.fromfile(beside / "rows", np.uint16)
     facts = json.loads((beside / "rows.json").read_text())
-    data[: 41 * facts["stride"]] = 0
+    block = (40 + facts["steps"]) * facts["steps"] * facts["width"]
+    data[:block] = 0
     payload = data.tobytes()
-    facts["crc32c"][0] = google_crc32c.value(payload[: 41 * facts["stride"] * 2])
+    facts["crc32c"][0] = google_crc32c.value(payload[: block * 2])
     (beside / "rows").write_bytes(payload)
     (beside / "rows.json").write_text(json.dumps(facts))
     monkeypatch.setattr(rows_module, "_STORE", rows_module._Store(0))

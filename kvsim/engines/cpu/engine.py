@@ -171,6 +171,7 @@ def _one_pass(trace: Trace, plans: list[Plan], raw: bool, mode: Mode) -> list[Ou
             rows.data,
             bases,
             rows.stride,
+            rows.width,
             rows.scale,
             depth,
             heads,
@@ -240,6 +241,11 @@ def _compare_with_raw(
 
 
 def _over_groups(work: Callable[[int], None], count: int, steps: int, progress: Progress | None) -> None:
+    if count == 1:
+        work(0)
+        if progress is not None:
+            progress(steps, steps)
+        return
     threads = min(count, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
         for done, _ in enumerate(pool.map(work, range(count)), start=1):

@@ -40,7 +40,7 @@ def prefetch(typingctx: Any, data: Any, index: Any) -> Any:
         function = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word]), "llvm.prefetch.p0"
         )
-        builder.call(function, [pointer, ir.Constant(word, 0), ir.Constant(word, 3), ir.Constant(word, 1)])
+        builder.call(function, [pointer, ir.Constant(word, 0), ir.Constant(word, 2), ir.Constant(word, 1)])
         return context.get_dummy_value()
 
     return signature, codegen

@@ -9,6 +9,14 @@ from kvsim.engines.cpu.select import kth_smallest
 __all__ = ["compare_evicted", "compare_history", "raw_sets"]
 
 
+@numba.njit(cache=True, nogil=True, fastmath={"reassoc"})
+def _total(data, start, count):
+    total = 0.0
+    for e in range(count):
+        total += load(data, start + e)
+    return total
+
+
 @numba.njit(cache=True, nogil=True)
 def raw_sets(data, bases, stride, scale, span, budget, prompt, sets):
     """Write the bitmap of each step's `budget` highest mean scores into `sets`, [T, ceil(L / 8)] uint8."""
@@ -17,11 +25,7 @@ def raw_sets(data, bases, stride, scale, span, budget, prompt, sets):
     for t in range(steps):
         n = prompt + t + 1
         for i in range(n):
-            total = 0.0
-            start = bases[t] + i * stride
-            for e in range(span):
-                total += load(data, start + e)
-            keys[i] = np.float32(total * scale / span)
+            keys[i] = np.float32(_total(data, bases[t] + i * stride, span) * scale / span)
             scratch[i] = keys[i]
         excess = n - budget
         cut, quota = np.float32(-np.inf), 0

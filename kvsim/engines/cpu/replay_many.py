@@ -119,6 +119,7 @@ def replay_shared(
     data,
     bases,
     stride,
+    width,
     scale,
     depth,
     heads,
@@ -154,11 +155,11 @@ def replay_shared(
     alive = np.ones((policies, total), np.bool_)
     count = np.full(policies, prompt)
     pos = np.empty(total, np.int64)
-    x = np.zeros((total, stride), np.float32)
+    x = np.zeros((total, width), np.float32)
     xt = np.empty((span, _row_length(total) if exact else 0))
     member = np.empty((policies, total if renormalise and not exact else 0), np.float32)
     sums = np.empty(total)
-    weights = np.zeros((policies, stride), np.float32)
+    weights = np.zeros((policies, width), np.float32)
     inverse, s = np.empty(span if renormalise else 0), np.empty(total)
     keys, scratch = np.empty(total, np.float32), np.empty(total, np.float32)
     subset, own, drop = np.empty(total, np.int64), np.empty(total), np.zeros(total, np.bool_)
@@ -193,7 +194,7 @@ def replay_shared(
         if t + 1 < steps:
             for j in range(n):
                 start = bases[t + 1] + pos[j] * stride
-                for e in range(0, stride, 32):
+                for e in range(0, width, 32):
                     prefetch(data, start + e)
         if exact:
             _transpose(x, n, span, scale, xt)

@@ -30,6 +30,12 @@ def _mass(data, base, stride, scale, span, pos, n, member, mass):
 def _attention(data, base, stride, scale, depth, heads, pos, n, inverse, weight, highest, s):
     """Set s[l, j] to the mean or maximum over heads of row times inverse[l, h] (and weight)."""
     weighted = weight.size > 0
+    if heads == 1 and not weighted:
+        for j in range(n):
+            start = base + pos[j] * stride
+            for layer in range(depth):
+                s[layer, j] = np.float64(load(data, start + layer)) * scale * inverse[layer]
+        return
     for j in range(n):
         start = base + pos[j] * stride
         for layer in range(depth):

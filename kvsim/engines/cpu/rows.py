@@ -31,26 +31,80 @@ IN_MEMORY = 256 * 2**20
 DROP_EVERY = 0.005
 """Seconds between two droppings of mapped pages: what memory can deliver meanwhile bounds what stays."""
 
-VERSION = 1
+BLOCK_BYTES = 512
+"""Bytes of a token's records that lie together: as many steps as fit in them."""
+
+VERSION = 2
 
 FILES = ("rows", "rows.json")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the elements of a trace's eligible layers lie.
+
+    Steps are stored in blocks of `steps` of them. A block holds, token after token, the records of its steps: a record
+    is the token's K * H elements at one step, layer after layer, padded with zeros to `width`. Survivors hardly change
+    from one step to the next, so a token's next record is the next cache line.
+
+    Attributes
+    ----------
+    steps : int
+        Steps in a block (the last may have fewer tokens' worth of them).
+    width : int
+        Elements of a record, a multiple of `kvsim.engines.cpu.half.LANES`.
+    layers, heads : int
+        K, and H or 1 for a `scores` capture.
+    tokens : array of int64
+        Tokens of each block, those of its last step.
+    dtype : dtype
+        uint16 bits of float16 values times 2^15 as recorded, or float32 probabilities for rows computed from queries.
+    """
+
+    steps: int
+    width: int
+    layers: int
+    heads: int
+    tokens: npt.NDArray[np.int64]
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, trace: Trace) -> "Layout":
+        """Lay out a trace."""
+        layers, heads = len(trace.eligible_layers), 1 if trace.capture == "scores" else trace.num_heads
+        dtype = np.dtype(np.uint16 if trace.capture in ("scores", "heads") else np.float32)
+        width = -(-layers * heads // LANES) * LANES
+        steps = max(1, BLOCK_BYTES // (width * dtype.itemsize))
+        last = np.minimum(np.arange(1, -(-trace.num_steps // steps) + 1) * steps, trace.num_steps)
+        return cls(steps, width, layers, heads, trace.prompt_length + last, dtype)
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Offset of each block, and of the end."""
+        return np.concatenate([[0], np.cumsum(self.tokens * self.steps * self.width)]).astype(np.int64)
+
+    @property
+    def size(self) -> int:
+        """Elements in all, with room for reading a whole record beyond the last."""
+        return int(self.starts[-1]) + self.width
 
 
 @dataclass(frozen=True)
 class TokenRows:
     """All rows of a trace's eligible layers, token-major.
 
-    Step t (from 0) has L0 + t + 1 tokens; token i's K * H elements (K alone for a `scores` capture), layer after
-    layer, start at ``data[bases[t] + i * stride]``.
+    Step t (from 0) has L0 + t + 1 tokens; token i's elements start at ``data[bases[t] + i * stride]``.
 
     Attributes
     ----------
     data : array
-        uint16 bits of float16 values times 2^15 as recorded, or float32 probabilities for rows computed from queries.
+        As `Layout` says.
     bases : array of int64
         [T] offset of each step.
     stride : int
-        Elements from one token to the next, a multiple of `kvsim.engines.cpu.half.LANES`; the padding is zero.
+        Elements from one token to the next.
+    width : int
+        Elements of a token at a step, padding included.
     heads : int
         Elements a layer: H, or 1 for a `scores` capture.
     scale : float
@@ -60,6 +114,7 @@ class TokenRows:
     data: npt.NDArray[Any]
     bases: npt.NDArray[np.int64]
     stride: int
+    width: int
     heads: int
     scale: float
 
@@ -91,7 +146,7 @@ def token_rows(trace: Trace) -> TokenRows:
     """Give a trace's token-major rows, built on first use.
 
     Small ones live in memory. Large ones lie in ``<trace>.tokens/`` beside the trace (in a temporary directory where
-    that cannot be written), checksummed by step and checked when opened; the directory may be deleted at any time.
+    that cannot be written), checksummed and checked when opened; the directory may be deleted at any time.
 
     Parameters
     ----------
@@ -107,36 +162,36 @@ def token_rows(trace: Trace) -> TokenRows:
 
 
 def _open_or_build(trace: Trace) -> TokenRows:
-    layers = len(trace.eligible_layers)
-    heads = 1 if trace.capture == "scores" else trace.num_heads
-    halves = trace.capture in ("scores", "heads")
-    stride = -(-layers * heads // LANES) * LANES
-    lengths = trace.prompt_length + np.arange(1, trace.num_steps + 1)
-    bases = np.concatenate([[0], np.cumsum(lengths * stride)]).astype(np.int64)
-    dtype = np.dtype(np.uint16 if halves else np.float32)
-    shape = int(bases[-1]) + LANES
-    if shape * dtype.itemsize <= IN_MEMORY:
-        data = np.zeros(shape, dtype)
-        for t in range(trace.num_steps):
-            _fill(trace, t, heads, data[bases[t] : bases[t + 1]].reshape(-1, stride))
+    layout = Layout.of(trace)
+    starts = layout.starts
+    if layout.size * layout.dtype.itemsize <= IN_MEMORY:
+        data = np.zeros(layout.size, layout.dtype)
+        for block in range(layout.tokens.size):
+            _fill(trace, layout, block, data[starts[block] : starts[block + 1]])
     else:
-        data = _mapped(trace, heads, stride, bases, shape, dtype)
-    return TokenRows(data, bases[:-1], stride, heads, 2.0**-15 if halves else 1.0)
+        data = _mapped(trace, layout)
+    steps = np.arange(trace.num_steps)
+    bases = starts[steps // layout.steps] + steps % layout.steps * layout.width
+    scale = 2.0**-15 if layout.dtype == np.uint16 else 1.0
+    return TokenRows(data, bases, layout.steps * layout.width, layout.width, layout.heads, scale)
 
 
-def _fill(trace: Trace, t: int, heads: int, out: npt.NDArray[Any]) -> None:
-    """Write step t's rows into `out`, [tokens, stride]."""
+def _fill(trace: Trace, layout: Layout, block: int, out: npt.NDArray[Any]) -> None:
+    """Write the records of a block's steps into `out`, which is zero."""
     layers = list(trace.eligible_layers)
-    if out.dtype == np.uint16:
-        rows: npt.NDArray[Any] = trace.stored_rows(t + 1, layers).view(np.uint16)
-    else:
-        rows = trace.attention_rows(t + 1, layers)
-    _transpose(rows.reshape(len(layers) * heads, -1), out)
+    records = out.reshape(-1, layout.steps, layout.width)
+    first = block * layout.steps
+    for t in range(first, min(first + layout.steps, trace.num_steps)):
+        if layout.dtype == np.uint16:
+            rows: npt.NDArray[Any] = trace.stored_rows(t + 1, layers).view(np.uint16)
+        else:
+            rows = trace.attention_rows(t + 1, layers)
+        _transpose(rows.reshape(layout.layers * layout.heads, -1), records[:, t - first])
 
 
 @numba.njit(cache=True, nogil=True)
 def _transpose(rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
-    """Write rows [elements, tokens] into out [tokens, stride], in blocks that stay in the first-level cache."""
+    """Write rows [elements, tokens] into out [tokens, width], in blocks that stay in the first-level cache."""
     elements, tokens = rows.shape
     for first in range(0, tokens, 32):
         last = min(tokens, first + 32)
@@ -145,12 +200,18 @@ def _transpose(rows: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
                 out[i, e] = rows[e, i]
 
 
-def _mapped(
-    trace: Trace, heads: int, stride: int, bases: npt.NDArray[np.int64], size: int, dtype: np.dtype[Any]
-) -> npt.NDArray[Any]:
-    want = {"version": VERSION, "hash": trace.hash, "stride": stride, "dtype": dtype.name, "size": size}
+def _mapped(trace: Trace, layout: Layout) -> npt.NDArray[Any]:
+    dtype, starts = layout.dtype, layout.starts
+    want = {
+        "version": VERSION,
+        "hash": trace.hash,
+        "steps": layout.steps,
+        "width": layout.width,
+        "dtype": dtype.name,
+        "size": layout.size,
+    }
     beside = trace.path.with_name(trace.path.name + ".tokens")
-    if _is_ours(beside) and _is_intact(beside, want, trace, bases, heads, dtype):
+    if _is_ours(beside) and _is_intact(beside, want, trace, layout):
         return np.memmap(beside / "rows", dtype, mode="r")
     # Never into the place of something that kvsim did not make.
     writable = os.access(beside.parent, os.W_OK) and (_is_ours(beside) or not os.path.lexists(beside))
@@ -159,13 +220,13 @@ def _mapped(
     try:
         checksums = []
         with open(aside / "rows", "wb") as file:
-            for t in range(trace.num_steps):
-                block = np.zeros((trace.prompt_length + t + 1, stride), dtype)
-                _fill(trace, t, heads, block)
-                payload = block.tobytes()
+            for block in range(layout.tokens.size):
+                records = np.zeros(starts[block + 1] - starts[block], dtype)
+                _fill(trace, layout, block, records)
+                payload = records.tobytes()
                 checksums.append(google_crc32c.value(payload))
                 file.write(payload)
-            file.write(bytes(LANES * dtype.itemsize))
+            file.write(bytes(layout.width * dtype.itemsize))
         (aside / "rows.json").write_text(json.dumps({**want, "crc32c": checksums}))
         if not writable:
             atexit.register(shutil.rmtree, aside, ignore_errors=True)
@@ -195,49 +256,44 @@ def _is_ours(directory: Path) -> bool:
         return all(entry.name in FILES and entry.is_file(follow_symlinks=False) for entry in entries)
 
 
-def _is_intact(
-    directory: Path,
-    want: dict[str, Any],
-    trace: Trace,
-    bases: npt.NDArray[np.int64],
-    heads: int,
-    dtype: np.dtype[Any],
-) -> bool:
+def _is_intact(directory: Path, want: dict[str, Any], trace: Trace, layout: Layout) -> bool:
     """Whether rows that an earlier process built are this trace's, undamaged, and sum to what the trace says."""
+    starts, layers = layout.starts, list(trace.eligible_layers)
+    scale = 2.0**-15 if layout.dtype == np.uint16 else 1.0
     try:
         facts = read_json(directory / "rows.json")
         checksums = facts.pop("crc32c", None)
-        if facts != want or not isinstance(checksums, list) or len(checksums) != trace.num_steps:
+        if facts != want or not isinstance(checksums, list) or len(checksums) != layout.tokens.size:
             return False
-        if os.path.getsize(directory / "rows") != want["size"] * dtype.itemsize:
+        if os.path.getsize(directory / "rows") != layout.size * layout.dtype.itemsize:
             return False
-        layers = list(trace.eligible_layers)
         with open(directory / "rows", "rb") as file:
-            for t, expected in enumerate(checksums):
-                payload = file.read(int(bases[t + 1] - bases[t]) * dtype.itemsize)
+            for block, expected in enumerate(checksums):
+                payload = file.read(int(starts[block + 1] - starts[block]) * layout.dtype.itemsize)
                 if google_crc32c.value(payload) != expected:
                     return False
-                block = np.frombuffer(payload, dtype).reshape(-1, want["stride"])
-                sums = _sums(block, len(layers) * heads).reshape(len(layers), heads)
-                wanted = trace.row_sums(t + 1)[layers]
-                scale = 2.0**-15 if dtype == np.uint16 else 1.0
-                if not np.allclose(
-                    sums * scale, wanted if heads > 1 else wanted.mean(axis=1, keepdims=True), atol=2e-3
-                ):
-                    return False
+                records = np.frombuffer(payload, layout.dtype)
+                first = block * layout.steps
+                for t in range(first, min(first + layout.steps, trace.num_steps)):
+                    stride, count = layout.steps * layout.width, layout.layers * layout.heads
+                    sums = _sums(records, (t - first) * layout.width, stride, int(layout.tokens[block]), count)
+                    wanted = trace.row_sums(t + 1)[layers]
+                    if layout.heads == 1:
+                        wanted = wanted.mean(axis=1, keepdims=True)
+                    if not np.allclose(sums.reshape(layout.layers, layout.heads) * scale, wanted, atol=2e-3):
+                        return False
     except (OSError, TraceError):
         return False
     return True
 
 
 @numba.njit(cache=True, nogil=True)
-def _sums(block: npt.NDArray[Any], elements: int) -> npt.NDArray[np.float64]:
-    """Sum the first elements of a block [tokens, stride] over its tokens; a negative one makes its sum NaN."""
+def _sums(data: npt.NDArray[Any], base: int, stride: int, tokens: int, elements: int) -> npt.NDArray[np.float64]:
+    """Sum the elements of a step's records over its tokens; a negative one makes its sum NaN."""
     sums = np.zeros(elements)
-    flat, stride = block.ravel(), block.shape[1]
-    for i in range(block.shape[0]):
+    for i in range(tokens):
         for e in range(elements):
-            x = load(flat, i * stride + e)
+            x = load(data, base + i * stride + e)
             sums[e] += x if x >= 0 else np.nan
     return sums
 
