@@ -3,13 +3,14 @@
 import json
 import os
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from kvsim_traces import TraceError, export_npz, open_trace, repair_trace, verify_trace
+from kvsim_traces import LayerInfo, TraceError, describe, export_npz, open_trace, repair_trace, verify_trace
 from kvsim_traces.layout import ArrayLayout
 from kvsim_traces.pieces import crc_bytes
 from making import Recording, bounded, files_of
@@ -275,7 +276,69 @@ def test_huge_piece(heads: Path) -> None:
         data["chunk_grid"]["configuration"]["chunk_shape"][0] = 4 * 10**12
 
     change_json(heads / "attention" / "zarr.json", change)
-    bounded(lambda: refused(heads, f"{PIECE}: size: "))
+    bounded(
+        lambda: refused(heads, r"attention/zarr\.json: chunk_grid\.\S+: a piece of attention has at most 64 chunks")
+    )
+
+
+def test_a_piece_of_more_chunks_than_a_writer_makes(heads: Path) -> None:
+    """A sparse file may be as large as it likes, and so would the index of its chunks be."""
+    layout = ArrayLayout("tokens", "int32", (33,), (2**26,), (1,))
+    (heads / "tokens" / "zarr.json").write_text(json.dumps(layout.metadata()))
+    os.truncate(heads / "tokens" / "c.0", layout.file_bytes(33))
+    message = r"tokens/zarr\.json: chunk_grid\.\S+: a piece of tokens has at most 64 chunks, got 67108864"
+
+    def read() -> None:
+        with pytest.raises(TraceError, match=message):
+            open_trace(heads)
+        assert re.search(message, verify_trace(heads).problems[0])
+        assert not repair_trace(heads).ok
+
+    bounded(read)
+
+
+@pytest.mark.parametrize("size", [2**16, 2**31 - 1])
+def test_nothing_stands_for_the_heads_of_scores(tmp_path: Path, size: int) -> None:
+    path = RECORDING.write(tmp_path / "t", "scores", [])
+    change_manifest(path, num_heads=size, num_kv_heads=size)
+    if size > 2**16:
+        bounded(lambda: refused(path, rf"zarr\.json: num_heads: must be an integer from 1 to 65536, got {size}"))
+        return
+
+    def read() -> None:
+        read_scores = open_trace(path)
+        for step in range(1, 21):
+            read_scores.score_rows(step)
+        assert read_scores.row_sums(1).shape == (3, size)
+        assert verify_trace(path).ok
+        assert repair_trace(path).ok
+
+    tracemalloc.start()
+    bounded(read)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # [K, H] of float32 would be 786 kB.
+    assert peak < 500_000
+
+
+@pytest.mark.parametrize(("field", "value"), [("scaling", 1e308), ("scaling", 1e-310), ("softcap", 1e-320)])
+def test_factors_that_overflow(qkv: Path, field: str, value: float) -> None:
+    change_json(qkv / "zarr.json", lambda data: data["attributes"]["kvsim"]["layers"][1].update({field: value}))
+    refused(
+        qkv,
+        rf"zarr\.json: layers\[1\]\.{field}: must have a size of 1\.2e-38 to 1\.7e\+38, got {re.escape(str(value))}",
+    )
+
+
+def test_the_largest_factors_and_vectors_give_finite_rows(tmp_path: Path) -> None:
+    recording = Recording(steps=2)
+    huge = float(np.finfo(np.float32).max)
+    recording.queries = np.full((2, 3, 4, 8), huge, np.float32)
+    recording.keys = np.where(recording.keys > 0, huge, -huge).astype(np.float32)
+    layers = [LayerInfo(scaling=2.0**127), LayerInfo(scaling=2.0**127, softcap=2.0**-126), LayerInfo(softcap=2.0**127)]
+    trace = open_trace(recording.write(tmp_path / "t", "qk", [], qk_dtype="float32", layers=layers))
+    assert np.isfinite(trace.attention_rows(1)).all()
+    np.testing.assert_allclose(trace.attention_rows(2).sum(axis=-1), 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "attention/../tokens", "attention\x00", ""])
@@ -316,11 +379,25 @@ def test_pipes_do_not_hang(heads: Path) -> None:
         ('{"zarr_format": ' + "9" * 5000 + "}", "is not valid JSON"),
         ("[]", "must hold a JSON object"),
         ("\udcff", "is not valid JSON"),
+        ('{"zarr_format": 1e999}', "is not valid JSON: 1e999 is beyond"),
+        ('{"a": "\\ud800"}', "is not valid JSON: a string holds half a surrogate pair"),
+        ('{"\\uDFFF": 1}', "is not valid JSON: a string holds half a surrogate pair"),
+        ('{"a": ' * 70 + "1" + "}" * 70, "is not valid JSON: nested deeper than 64 levels"),
     ],
 )
 def test_broken_json(heads: Path, file: str, text: str, message: str) -> None:
     (heads / file).write_bytes(text.encode(errors="surrogateescape"))
     refused(heads, f"{file}: {message}")
+
+
+def test_what_a_manifest_says_can_be_printed(heads: Path) -> None:
+    """Fields of a later version are kept, and so must be JSON."""
+    change_manifest(heads, later=[{"name": "\U0001f600", "size": 1e300}])
+    assert json.loads(json.dumps(describe(open_trace(heads)), allow_nan=False))["manifest"]["later"][0]["size"] == 1e300
+    text = (heads / "zarr.json").read_text()
+    for bad, reason in (("1e999", "1e999 is beyond"), ('"\\ud83d"', "a string holds half a surrogate pair")):
+        (heads / "zarr.json").write_text(text.replace("1e+300", bad))
+        refused(heads, rf"zarr\.json: is not valid JSON: {reason}")
 
 
 @pytest.mark.parametrize("file", ["zarr.json", "attention/zarr.json"])

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,49 @@ def test_unknown_files_are_reported_and_kept(tmp_path: Path) -> None:
     assert not repaired.actions
     assert files_of(path) == before
     assert open_trace(path).num_steps == 40
+
+
+@pytest.mark.parametrize("name", ["zarr.json.tmp", "attention/zarr.json.tmp", "tokens/c.0.tmp", "attention/c.9.0.0.0"])
+@pytest.mark.parametrize("what", ["link", "dangling link", "pipe", "directory"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_links_and_directories_in_the_way(tmp_path: Path, name: str, what: str, complete: bool) -> None:
+    path = RECORDING.write(tmp_path / "t", "heads") if complete else stopped(tmp_path / "t", "heads", 19)
+    (tmp_path / "victim").write_text("precious")
+    if what == "directory":
+        (path / name).mkdir()
+        (path / name / "mine").write_text("precious")
+    elif what == "pipe":
+        os.mkfifo(path / name)
+    else:
+        (path / name).symlink_to(tmp_path / ("victim" if what == "link" else "nowhere"))
+    before = files_of(path)
+    report = verify_trace(path)
+    (said,) = [problem for problem in report.problems if problem.startswith(f"{path / name}: ")]
+    repaired = repair_trace(path)
+    if what == "directory":
+        blocks = f"{path / name}: is a directory where a trace has a file; move it away"
+        assert said == blocks
+        assert repaired.problems == [blocks, f"{path}: nothing was changed"]
+        assert files_of(path) == before
+    else:
+        assert repaired.ok
+        assert f"removed {path / name}" in repaired.actions
+        assert verify_trace(path).ok
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_directory_instead_of_a_committed_piece_is_not_cut_away(tmp_path: Path) -> None:
+    path = RECORDING.write(tmp_path / "t", "heads")
+    (path / "attention" / "c.1.0.0.0").unlink()
+    (path / "attention" / "c.1.0.0.0").mkdir()
+    before = files_of(path)
+    report = repair_trace(path, truncate=True)
+    assert report.problems[0] == (
+        f"{path / 'attention' / 'c.1.0.0.0'}: is a directory where a trace has a file; move it away"
+    )
+    assert not report.actions
+    assert files_of(path) == before
 
 
 def flip(file: Path) -> None:

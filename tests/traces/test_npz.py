@@ -1,6 +1,11 @@
 import io
 import json
+import signal
+import subprocess
+import sys
+import tracemalloc
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +346,126 @@ def test_damaged_data(tmp_path: Path, compressed: bool) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["in.npz"]
 
 
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_checksums_are_checked_whatever_zipfile_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Any
+) -> None:
+    """Since Python 3.12 zipfile checks no stored member in which it was told to seek."""
+    arrays = RECORDING.npz("qk")
+    arrays["keys"] = np.asarray(arrays["keys"], order=order)
+    np.savez(tmp_path / "in.npz", **arrays)
+    raw = bytearray((tmp_path / "in.npz").read_bytes())
+    with zipfile.ZipFile(tmp_path / "in.npz") as file:
+        start = file.getinfo("keys.npy").header_offset
+    raw[start + 500] ^= 1
+    (tmp_path / "in.npz").write_bytes(raw)
+    monkeypatch.setattr(zipfile.ZipExtFile, "_update_crc", lambda self, data: None)
+    with pytest.raises(TraceError, match=r"in\.npz: keys: is damaged: its checksum does not match"):
+        import_npz(tmp_path / "in.npz", tmp_path / "t")
+    assert [one.name for one in tmp_path.iterdir()] == ["in.npz"]
+
+
+def test_the_last_step_is_not_read_before_its_checksum_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = RECORDING.npz("heads")
+    np.savez(tmp_path / "in.npz", **arrays)
+    raw = bytearray((tmp_path / "in.npz").read_bytes())
+    value = arrays["attention"][5, 2, 3, 18].tobytes()
+    place = raw.rindex(value)
+    raw[place] ^= 1
+    (tmp_path / "in.npz").write_bytes(raw)
+    monkeypatch.setattr(zipfile.ZipExtFile, "_update_crc", lambda self, data: None)
+    with pytest.raises(TraceError, match=r"attention: is damaged: its checksum does not match"):
+        import_npz(tmp_path / "in.npz", tmp_path / "t")
+
+
+@pytest.mark.parametrize("heads", [2**16 + 1, 2**31 - 1])
+def test_a_claim_of_heads(tmp_path: Path, heads: int) -> None:
+    file = saved(tmp_path / "in.npz", **RECORDING.npz("scores"), num_heads=heads, num_kv_heads=heads)
+
+    def read() -> None:
+        with pytest.raises(TraceError, match=r"in\.npz: num_heads: must be an integer from 1 to 65536"):
+            import_npz(file, tmp_path / "t")
+
+    bounded(read)
+    most = saved(tmp_path / "most.npz", **RECORDING.npz("scores"), num_heads=2**16, num_kv_heads=2**16)
+    tracemalloc.start()
+    trace = import_npz(most, tmp_path / "t")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert trace.row_sums(1).shape == (3, 2**16)
+    # [K, H] of float32 would be 786 kB.
+    assert peak < 600_000
+
+
+@pytest.mark.parametrize("text", ['{"a": 1e999}', '{"a": "\\ud800"}'])
+def test_a_manifest_that_is_not_json(tmp_path: Path, text: str) -> None:
+    manifest = np.frombuffer(text.encode(), np.uint8)
+    file = saved(tmp_path / "in.npz", **RECORDING.npz("scores"), manifest=manifest)
+    with pytest.raises(TraceError, match=r"in\.npz: manifest: is not valid JSON"):
+        import_npz(file, tmp_path / "t")
+
+
+def test_a_killed_import_leaves_nothing_that_looks_like_a_trace(tmp_path: Path) -> None:
+    file = saved(tmp_path / "in.npz", **RECORDING.npz("heads"))
+    code = f"""
+import os, signal
+from kvsim_traces import import_npz
+import_npz({str(file)!r}, {str(tmp_path / "t")!r}, progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    (left,) = [one.name for one in tmp_path.iterdir() if one != file]
+    assert left.startswith(".t.")
+    assert left.endswith(".tmp")
+    assert not list(tmp_path.glob("[!.]*/zarr.json"))
+    assert import_npz(file, tmp_path / "t").num_steps == 6
+
+
+def test_imports_at_once(tmp_path: Path) -> None:
+    file = saved(tmp_path / "in.npz", **RECORDING.npz("heads"))
+
+    def run(out: str) -> str:
+        try:
+            return import_npz(file, tmp_path / "new" / out).hash
+        except TraceError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        hashes = list(pool.map(run, ["a", "b", "c", "d"]))
+        one = list(pool.map(run, ["t"] * 4))
+    assert len(set(hashes)) == 1
+    assert one.count(hashes[0]) == 1
+    refused = [each for each in one if each != hashes[0]]
+    assert all("nothing was imported" in each or "is not an empty directory" in each for each in refused)
+    assert sorted(each.name for each in (tmp_path / "new").iterdir()) == ["a", "b", "c", "d", "t"]
+
+
+def test_export_leaves_others_files_alone(tmp_path: Path) -> None:
+    trace = open_trace(RECORDING.write(tmp_path / "t", "scores"))
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "out.npz.tmp").symlink_to("victim")
+    (tmp_path / "other.npz.tmp").write_text("precious")
+    for name in ("out.npz", "other.npz"):
+        same(import_npz(export_npz(trace, tmp_path / name), tmp_path / f"{name}.t"), trace)
+    assert (tmp_path / "out.npz.tmp").is_symlink()
+    assert (tmp_path / "victim").read_text() == (tmp_path / "other.npz.tmp").read_text() == "precious"
+    assert not [one for one in tmp_path.iterdir() if one.name.startswith(".")]
+    (tmp_path / "link.npz").symlink_to("nowhere")
+    with pytest.raises(TraceError, match=r"link\.npz: exists"):
+        export_npz(trace, tmp_path / "link.npz")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_an_exported_file_has_the_usual_permissions(tmp_path: Path) -> None:
+    trace = open_trace(RECORDING.write(tmp_path / "t", "scores"))
+    (tmp_path / "plain").write_text("")
+    assert export_npz(trace, tmp_path / "out.npz").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "directory").mkdir()
+    imported = import_npz(tmp_path / "out.npz", tmp_path / "u").path
+    assert imported.stat().st_mode == (tmp_path / "directory").stat().st_mode
+
+
 def test_existing_output(tmp_path: Path) -> None:
     file = saved(tmp_path / "in.npz", **RECORDING.npz("scores"))
     RECORDING.write(tmp_path / "t", "heads")
@@ -363,8 +488,6 @@ def test_memory_does_not_grow_with_steps(tmp_path: Path) -> None:
             stream.write(member((400, *shape), "<f4"))
             for _ in range(400):
                 stream.write(row.tobytes())
-    import tracemalloc
-
     tracemalloc.start()
     import_npz(tmp_path / "in.npz", tmp_path / "t")
     peak = tracemalloc.get_traced_memory()[1]

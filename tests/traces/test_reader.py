@@ -72,9 +72,14 @@ def test_absent_arrays_name_the_captures(tmp_path: Path) -> None:
     assert not trace.has("values")
     with pytest.raises(CaptureError, match="capture qk has no values; captures that have it: qkv"):
         trace.values(0)
-    for read in (trace.prompt_queries, trace.prompt_mass, trace.kvzip_scores):
-        with pytest.raises(CaptureError, match="stored only when"):
-            read()
+    with pytest.raises(CaptureError, match=r"record with prompt mass, or add prompt_mass \[K,H,L0\] to the npz"):
+        trace.prompt_mass()
+    with pytest.raises(CaptureError, match=r"or add prompt_queries \[K,H,W,d\] to the npz"):
+        trace.prompt_queries()
+    with pytest.raises(CaptureError, match=r"record with kvzip, or add kvzip_scores \[K,Hk,L0\] to the npz"):
+        trace.kvzip_scores()
+    with pytest.raises(CaptureError, match="stored only when given"):
+        trace.stored("row_sums")
 
 
 @pytest.mark.parametrize("step", [0, 22, -1, 10**12, 1.0, "1", True])

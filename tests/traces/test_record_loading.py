@@ -65,6 +65,14 @@ def test_what_is_no_model(tmp_path, files, message):
     assert str(error.value).startswith(str(path))
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud800", "loop/m"])
+def test_unusable_paths(tmp_path, name):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(TraceError) as caught:
+        load_model(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
 def test_hub_names_and_other_files_are_not_models(tmp_path):
     with pytest.raises(TraceError, match=r"^HuggingFaceTB/SmolLM2-135M: no such model directory"):
         load_model("HuggingFaceTB/SmolLM2-135M")

@@ -328,6 +328,15 @@ def test_model_whose_layers_all_slide_needs_a_word(tmp_path):
     assert record(model, PROMPT, out=tmp_path / "c", steps=2, eligible=[2, 0]).eligible_layers == (0, 2)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/y", "a\0b", "\ud800"])
+def test_unusable_directories(llama, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(llama, "forward", None)
+    with pytest.raises(TraceError, match=r"File name too long|null characters|is not a path") as caught:
+        record(llama, PROMPT, out=tmp_path / name, steps=2)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
 def test_directory_in_use(llama, out):
     out.mkdir()
     (out / "mine").write_text("keep")

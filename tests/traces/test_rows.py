@@ -1,13 +1,20 @@
 import math
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import zarr
-from kvsim_traces import CaptureError, LayerInfo, TraceError, open_trace
-from kvsim_traces.rows import rows_path
+from kvsim_traces import CaptureError, LayerInfo, TraceError, open_trace, repair_trace, verify_trace
+from kvsim_traces.rows import rows_path, write_rows
 from making import Recording, files_of
 
 RECORDING = Recording(steps=20)
@@ -94,14 +101,155 @@ def test_rows_of_another_trace_are_not_used(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["other", "other.rows", "t"]
 
 
-def test_damaged_rows_are_an_error(tmp_path: Path) -> None:
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A trace with rows beside it."""
+    path = RECORDING.write(tmp_path / "t", "qk", [], layers=LAYERS)
+    open_trace(path).store_rows()
+    return path
+
+
+def damaged(rows: Path, how: str) -> None:
+    piece = rows / "attention" / "c.0.0.0.0"
+    if how == "flipped byte":
+        data = bytearray(piece.read_bytes())
+        data[5] ^= 4
+        piece.write_bytes(data)
+    elif how == "truncated piece":
+        os.truncate(piece, 100)
+    elif how == "missing piece":
+        (rows / "attention" / "c.1.0.0.0").unlink()
+    elif how == "other layout":
+        file = rows / "attention" / "zarr.json"
+        file.write_text(file.read_text().replace("float32", "float64"))
+    elif how == "truncated metadata":
+        os.truncate(rows / "zarr.json", 5)
+    elif how == "no metadata":
+        (rows / "zarr.json").unlink()
+    elif how == "no array metadata":
+        (rows / "attention" / "zarr.json").unlink()
+    elif how in ("link", "dangling link"):
+        rows.rename(rows.with_name("elsewhere"))
+        rows.symlink_to("elsewhere" if how == "link" else "nowhere")
+    else:
+        shutil.rmtree(rows)
+        if how == "empty":
+            rows.mkdir()
+        else:
+            rows.write_text("mine")
+
+
+DAMAGE = ["flipped byte", "truncated piece", "missing piece", "other layout", "truncated metadata", "no metadata"]
+DAMAGE += ["no array metadata", "link", "dangling link", "empty", "file"]
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_rows_are_ignored_and_reported(stored: Path, how: str) -> None:
+    want = [open_trace(stored).attention_rows(step) for step in range(1, 21)]
+    assert verify_trace(stored).ok
+    damaged(rows_path(stored), how)
+    trace = open_trace(stored)
+    for step in range(20, 0, -1):
+        np.testing.assert_array_equal(trace.attention_rows(step), want[step - 1])
+    assert trace._rows is None
+    (problem,) = verify_trace(stored).problems
+    assert problem.startswith(f"{rows_path(stored)}")
+    assert problem.endswith("reading the trace ignores it, delete it or move it away")
+    assert repair_trace(stored).ok
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda rows: rows * np.nan, "layer 0, head 0 row sums to nan"),
+        (lambda rows: rows * np.inf, "layer 0, head 0 row sums to"),
+        (lambda rows: rows * 7, "layer 0, head 0 row sums to 7 instead of 1"),
+        (lambda rows: rows - rows[..., ::-1] + 1 / rows.shape[-1], "value at layer 0, head 0, position .* is negative"),
+        (lambda rows: np.full_like(rows, 3e38), "layer 0, head 0 row sums to inf"),
+    ],
+)
+def test_rows_with_right_checksums_and_wrong_numbers(stored: Path, verify: bool, change: Any, message: str) -> None:
+    trace = open_trace(stored)
+    want = [trace.attention_rows(step) for step in (1, 9)]
+    with np.errstate(invalid="ignore"):
+        write_rows(stored, trace.manifest, trace.hash, lambda step: change(trace._computed_rows(step, None)))
+    again = open_trace(stored, verify=verify)
+    np.testing.assert_array_equal(again.attention_rows(1), want[0])
+    np.testing.assert_array_equal(again.attention_rows(9, [2, 1]), want[1][[2, 1]])
+    assert again._rows is None
+    (problem,) = verify_trace(stored).problems
+    assert re.search(rf"t\.rows/attention/c\.0\.0\.0\.0: attention of step 1: {message}", problem)
+
+
+def test_verify_computes_some_stored_rows_again(stored: Path) -> None:
+    trace = open_trace(stored)
+    write_rows(stored, trace.manifest, trace.hash, lambda step: np.full((3, 4, 13 + step), 1 / (13 + step), np.float32))
+    (problem,) = verify_trace(stored).problems
+    assert "attention of step 1: differs from what queries and keys give" in problem
+
+
+@pytest.mark.parametrize("how", ["empty", "file", "link", "dangling link", "no metadata", "truncated metadata"])
+def test_storing_replaces_only_stored_rows(stored: Path, tmp_path: Path, how: str) -> None:
+    damaged(rows_path(stored), how)
+    if rows_path(stored).is_dir():
+        (rows_path(stored) / "mine.txt").write_text("precious")
+    before, names = files_of(tmp_path), sorted(os.listdir(tmp_path))
+    trace = open_trace(stored)
+    with pytest.raises(TraceError, match=r"t\.rows: is in the way and not replaced, for kvsim did not make it"):
+        trace.store_rows(lambda done, total: pytest.fail("the rows were computed first"))
+    assert (files_of(tmp_path), sorted(os.listdir(tmp_path))) == (before, names)
+
+
+@pytest.mark.parametrize("how", ["flipped byte", "truncated piece", "missing piece", "other layout"])
+def test_storing_mends_damaged_rows(stored: Path, tmp_path: Path, how: str) -> None:
+    before = files_of(rows_path(stored))
+    damaged(rows_path(stored), how)
+    open_trace(stored).store_rows()
+    assert files_of(rows_path(stored)) == before
+    assert sorted(os.listdir(tmp_path)) == ["t", "t.rows"]
+
+
+def test_what_appears_while_rows_are_computed_stays(stored: Path, tmp_path: Path) -> None:
+    shutil.rmtree(rows_path(stored))
+
+    def appear(done: int, total: int) -> None:
+        rows_path(stored).mkdir(exist_ok=True)
+        (rows_path(stored) / "mine.txt").write_text("precious")
+
+    with pytest.raises(TraceError, match=r"t\.rows: is in the way"):
+        open_trace(stored).store_rows(appear)
+    assert sorted(os.listdir(tmp_path)) == ["t", "t.rows"]
+    assert os.listdir(rows_path(stored)) == ["mine.txt"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_threads_store_rows_at_once(stored: Path, tmp_path: Path, there: bool) -> None:
+    before = files_of(rows_path(stored))
+    if not there:
+        shutil.rmtree(rows_path(stored))
+    ready = threading.Barrier(4)
+
+    def store(_: int) -> None:
+        trace = open_trace(stored)
+        trace.store_rows(lambda done, total: ready.wait(30) and None if done == total else None)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(store, range(4)))
+    assert files_of(rows_path(stored)) == before
+    assert sorted(os.listdir(tmp_path)) == ["t", "t.rows"]
+
+
+def test_a_killed_store_leaves_nothing_that_looks_like_rows(tmp_path: Path) -> None:
     path = RECORDING.write(tmp_path / "t", "qk", [])
-    piece = open_trace(path).store_rows() / "attention" / "c.0.0.0.0"
-    data = bytearray(piece.read_bytes())
-    data[5] ^= 4
-    piece.write_bytes(data)
-    with pytest.raises(TraceError, match=r"t\.rows/attention/c\.0\.0\.0\.0: chunk 0 .*checksum"):
-        open_trace(path).attention_rows(1)
+    code = f"""
+import os, signal
+from kvsim_traces import open_trace
+open_trace({str(path)!r}).store_rows(lambda done, total: done == 9 and os.kill(os.getpid(), signal.SIGKILL))
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    assert [one.name for one in tmp_path.glob("[!.]*")] == ["t"]
+    assert open_trace(path).store_rows() == rows_path(path)
 
 
 def test_only_computed_rows_are_stored(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,33 @@ def test_rows_are_rounded_once(tmp_path: Path, dtype: type) -> None:
     for step, rows in enumerate(SMALL.attention, 1):
         want = (rows.astype(dtype).astype(np.float64) * 32768).astype(np.float16)
         np.testing.assert_array_equal(trace.stored_rows(step), want)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (float("inf"), "cannot be written as JSON"),
+        ("\ud800", "cannot be written as JSON"),
+        (object(), "cannot be written as JSON"),
+        ("x" * 2**24, "is larger than 16777216 bytes"),
+        (json.loads("[" * 70 + "]" * 70), "nested deeper than 64 levels"),
+    ],
+)
+def test_what_a_reader_would_refuse_is_not_written(tmp_path: Path, value: Any, message: str) -> None:
+    with pytest.raises(TraceError, match=rf"t/zarr\.json: metadata .*{message}"):
+        TraceWriter(tmp_path / "t", SMALL.manifest("heads", [], extra={"later": value}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_metadata_of_64_levels(tmp_path: Path) -> None:
+    # The value lies three levels down: attributes, kvsim, later.
+    deep: Any = 1
+    for _ in range(61):
+        deep = [deep]
+    path = SMALL.write(tmp_path / "t", "scores", [], extra={"later": deep})
+    assert open_trace(path).manifest.extra == {"later": deep}
+    with pytest.raises(TraceError, match="nested deeper than 64 levels"):
+        SMALL.write(tmp_path / "u", "scores", [], extra={"later": [deep]})
 
 
 def test_negative_zeros_are_stored_as_zeros(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ torch is imported only when `record` is asked for.
 
 from typing import TYPE_CHECKING, Any
 
+from kvsim_traces.description import describe
 from kvsim_traces.errors import CaptureError, TraceError
 from kvsim_traces.exporter import export_npz
 from kvsim_traces.importer import import_npz
 from kvsim_traces.maintenance import RepairReport, VerifyReport, repair_trace, verify_trace
 from kvsim_traces.manifest import LayerInfo, Manifest
-from kvsim_traces.reader import Trace, describe, open_trace
+from kvsim_traces.reader import Trace, open_trace
 from kvsim_traces.writer import TraceWriter
 
 if TYPE_CHECKING:

@@ -11,8 +11,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kvsim_traces.errors import TraceError
+from kvsim_traces.files import os_reason
 from kvsim_traces.layout import SCALE
 from kvsim_traces.manifest import Manifest
+from kvsim_traces.paths import hidden_directory, local_path
 from kvsim_traces.reader import open_trace
 from kvsim_traces.writer import TraceWriter
 
@@ -56,9 +59,8 @@ def bench_trace(
     Raises
     ------
     TraceError
-        If the disk is full.
+        If the directory cannot be written, or the disk is full.
     """
-    root = Path(directory) / f"kvsim-bench.{os.getpid()}.tmp"
     steps, layers, heads, positions = shape
     size = 2 * steps * layers * heads * positions
     runs: dict[str, list[float]] = {}
@@ -72,26 +74,26 @@ def bench_trace(
         runs.setdefault(name, []).append(count / (time.perf_counter() - start) / unit)
 
     try:
-        root.mkdir()
-        exact = _rows(layers, heads, positions, positions - steps)
-        stored = [(rows * np.float32(SCALE)).astype(np.float16) for rows in exact]
-        for repeat in range(repeats):
-            path = root / f"trace{repeat}"
-            rate("write_fsync_mb_s", size, lambda path=path: _plain(path, size))  # type: ignore[misc]
-            shutil.rmtree(path)
-            rate("append_float32_mb_s", size, lambda path=path: _append(path, shape, exact, False))  # type: ignore[misc]
-            shutil.rmtree(path)
-            rate("append_mb_s", size, lambda path=path: _append(path, shape, stored, True))  # type: ignore[misc]
-            rate("read_checked_gb_s", size, lambda path=path: _read(path, True))  # type: ignore[misc]
-            rate("read_unchecked_gb_s", size, lambda path=path: _read(path, False))  # type: ignore[misc]
-            rate("rows_gb_s", size, lambda path=path: _read_rows(path))  # type: ignore[misc]
-            shutil.rmtree(path)
-            rate("memory_read_gb_s", block.nbytes, block.sum)
-            rate("memcpy_gb_s", block.nbytes, lambda: np.copyto(copy, block))
-            if progress is not None:
-                progress(repeat + 1, repeats)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+        with hidden_directory(local_path(directory) / "kvsim-bench") as root:
+            exact = _rows(layers, heads, positions, positions - steps)
+            stored = [(rows * np.float32(SCALE)).astype(np.float16) for rows in exact]
+            for repeat in range(repeats):
+                path = root / f"trace{repeat}"
+                rate("write_fsync_mb_s", size, lambda path=path: _plain(path, size))  # type: ignore[misc]
+                shutil.rmtree(path)
+                rate("append_float32_mb_s", size, lambda path=path: _append(path, shape, exact, False))  # type: ignore[misc]
+                shutil.rmtree(path)
+                rate("append_mb_s", size, lambda path=path: _append(path, shape, stored, True))  # type: ignore[misc]
+                rate("read_checked_gb_s", size, lambda path=path: _read(path, True))  # type: ignore[misc]
+                rate("read_unchecked_gb_s", size, lambda path=path: _read(path, False))  # type: ignore[misc]
+                rate("rows_gb_s", size, lambda path=path: _read_rows(path))  # type: ignore[misc]
+                shutil.rmtree(path)
+                rate("memory_read_gb_s", block.nbytes, block.sum)
+                rate("memcpy_gb_s", block.nbytes, lambda: np.copyto(copy, block))
+                if progress is not None:
+                    progress(repeat + 1, repeats)
+    except OSError as error:
+        raise TraceError(f"{error.filename or directory}: {os_reason(error)}; nothing was measured") from error
     figures = {name: round(statistics.median(values), 3) for name, values in sorted(runs.items())}
     every = {name: [round(value, 3) for value in values] for name, values in sorted(runs.items())}
     return {"shape": list(shape), "bytes": size, "repeats": repeats, "cpus": os.cpu_count(), **figures, "runs": every}

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim_traces.errors import TraceError
-from kvsim_traces.files import ASIDE_SUFFIX, os_reason, sync_directory
+from kvsim_traces.files import os_reason, sync_directory
 from kvsim_traces.importer import MANIFEST_NAME
+from kvsim_traces.paths import hidden_directory, local_path, path_kind
 from kvsim_traces.reader import Trace
 
 # The oldest date a zip archive can hold: equal traces give equal files.
@@ -43,32 +44,30 @@ def export_npz(trace: Trace, file: str | Path, *, progress: Callable[[int, int],
     TraceError
         If the file exists, the trace is damaged or the disk fails. No file is left then.
     """
-    target = Path(file)
-    if target.exists():
+    target = local_path(file)
+    if path_kind(target, follow=False) != "missing":
         raise TraceError(f"{target}: exists")
-    aside = target.with_name(target.name + ASIDE_SUFFIX)
     manifest = trace.manifest
     numbers = ("prompt_length", "num_heads", "num_kv_heads")
     try:
-        with open(aside, "wb") as stream:
-            with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-                for name in numbers:
-                    number = np.array(getattr(manifest, name), np.int64)
-                    _write(archive, name, number.dtype, (), iter([number]))
-                text = np.frombuffer(json.dumps(manifest.to_json()).encode(), np.uint8)
-                _write(archive, MANIFEST_NAME, text.dtype, text.shape, iter([text]))
-                for done, name in enumerate(manifest.arrays, 1):
-                    _write(archive, name, *_array(trace, name))
-                    if progress is not None:
-                        progress(done, len(manifest.arrays))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.rename(aside, target)
-        sync_directory(target.resolve().parent)
+        with hidden_directory(target) as aside:
+            with open(aside / "npz", "xb") as stream:
+                with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+                    for name in numbers:
+                        number = np.array(getattr(manifest, name), np.int64)
+                        _write(archive, name, number.dtype, (), iter([number]))
+                    text = np.frombuffer(json.dumps(manifest.to_json()).encode(), np.uint8)
+                    _write(archive, MANIFEST_NAME, text.dtype, text.shape, iter([text]))
+                    for done, name in enumerate(manifest.arrays, 1):
+                        _write(archive, name, *_array(trace, name))
+                        if progress is not None:
+                            progress(done, len(manifest.arrays))
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.rename(aside / "npz", target)
+            sync_directory(target.parent)
     except OSError as error:
         raise TraceError(f"{error.filename or target}: {os_reason(error)}; nothing was exported") from error
-    finally:
-        aside.unlink(missing_ok=True)
     return target
 
 

@@ -1,8 +1,10 @@
 """Small, careful file operations: bounded reads that follow no links, and writes that are whole or absent."""
 
+import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 import stat
@@ -14,6 +16,9 @@ from kvsim_traces.errors import TraceError
 
 MAX_METADATA_BYTES = 16 * 2**20
 """Metadata files larger than this are refused unread."""
+
+MAX_DEPTH = 64
+"""Metadata nested deeper than this are refused: not every reader and writer of JSON can walk them."""
 
 ASIDE_SUFFIX = ".tmp"
 """Files are written under their name plus this suffix and renamed when they are whole and on disk."""
@@ -64,6 +69,53 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text:.40} is beyond what a float64 holds")
+    return value
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """Parse JSON that can be written again: no infinities, no halves of surrogate pairs, no endless nesting.
+
+    Parameters
+    ----------
+    data : bytes
+        UTF-8 text.
+    where : str
+        What to call it in errors.
+
+    Raises
+    ------
+    TraceError
+        If it is not that.
+    """
+    try:
+        value = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+        if b"\\ud" in data.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise TraceError(f"{where}: is not valid JSON: a string holds half a surrogate pair") from None
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{where}: is not valid JSON: {error}") from None
+    if _deep(value):
+        raise TraceError(f"{where}: is not valid JSON: nested deeper than {MAX_DEPTH} levels")
+    return value
+
+
+def _deep(value: Any) -> bool:
+    """Whether a value is nested deeper than `MAX_DEPTH`."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [one for each in level if isinstance(each, dict | list | tuple) for one in _items(each)]
+    return bool(level)
+
+
+def _items(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object of at most 16 MiB.
 
@@ -95,10 +147,7 @@ def read_json(path: Path) -> dict[str, Any]:
             left -= len(part)
     finally:
         os.close(descriptor)
-    try:
-        value = json.loads(b"".join(parts).decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}: is not valid JSON: {error}") from None
+    value = parse_json(b"".join(parts), str(path))
     if not isinstance(value, dict):
         raise TraceError(f"{path}: must hold a JSON object, got {type(value).__name__}")
     return value
@@ -126,12 +175,17 @@ def made_directory(path: Path) -> Path:
 def remove_made(path: Path, top: Path) -> None:
     """Remove a directory, and those above it up to `top` while they are empty."""
     shutil.rmtree(path, ignore_errors=True)
-    while path != top:
-        path = path.parent
-        try:
+    if path != top:
+        remove_empty(path.parent, top)
+
+
+def remove_empty(path: Path, top: Path) -> None:
+    """Remove a directory and those above it up to `top`, while they are empty."""
+    with contextlib.suppress(OSError):
+        path.rmdir()
+        while path != top:
+            path = path.parent
             path.rmdir()
-        except OSError:
-            return
 
 
 def lock_directory(path: Path) -> int:
@@ -205,8 +259,10 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     OSError
         If the file could not be written.
     TraceError
-        If the object is larger than a reader would accept, or not JSON.
+        If the object is larger or deeper than a reader would accept, or not JSON.
     """
+    if _deep(value):
+        raise TraceError(f"{path}: metadata nested deeper than {MAX_DEPTH} levels")
     try:
         text = json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False).encode("utf-8")
     except (TypeError, ValueError) as error:

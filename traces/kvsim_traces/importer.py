@@ -1,8 +1,6 @@
 """Making a trace of anyone's arrays in an .npz file."""
 
-import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim_traces.errors import TraceError
-from kvsim_traces.files import MAX_METADATA_BYTES, made_directory, os_reason, remove_made, sync_directory
+from kvsim_traces.files import MAX_METADATA_BYTES, os_reason, parse_json, sync_directory
 from kvsim_traces.layout import PROMPT_ARRAYS
 from kvsim_traces.manifest import ARRAY_NAMES, IMPORTED_GENERATION, LayerInfo, Manifest
 from kvsim_traces.npz import NpzFile
+from kvsim_traces.paths import check_new_directory, hidden_directory, local_path
 from kvsim_traces.reader import Trace, open_trace
 from kvsim_traces.writer import TraceWriter
 
@@ -61,9 +60,11 @@ def import_npz(file: str | Path, out: str | Path, *, progress: Callable[[int, in
     file : str or Path
         Holds ``prompt_length`` (L0) and one of ``attention [T, K, H, L]``, ``scores [T, K, L]``, or ``queries
         [T, K, H, d]`` with ``keys [K, Hk, L, d]``; L is at least L0 + T, and zero or NaN beyond a step's position is
-        padding. Optional: ``values``, ``tokens``, ``num_kv_heads`` (one for each query head by default), and what
-        `kvsim_traces.export_npz` writes besides. Numbers are float16, float32 or float64. An array is read step by
-        step, so that memory does not grow with T.
+        padding. Optional: ``num_kv_heads`` (one for each query head by default), ``num_heads`` (for ``scores``),
+        ``values``, ``row_sums [T, K, H]``, ``prompt_mass [K, H, L0]``, ``prompt_queries [K, H, W, d]``, ``kvzip_scores
+        [K, Hk, L0]``, ``tokens [L]``, ``text`` with ``text_ends [L]``, and the ``manifest`` that
+        `kvsim_traces.export_npz` writes; arrays of other names are left out and listed in the manifest's notes.
+        Numbers are float16, float32 or float64. An array is read step by step, so that memory does not grow with T.
     out : str or Path
         The trace's directory; it must not exist, or be empty.
     progress : callable, optional
@@ -79,30 +80,23 @@ def import_npz(file: str | Path, out: str | Path, *, progress: Callable[[int, in
     TraceError
         Naming the file and the array at fault, or the file that could not be written. Nothing is left then.
     """
-    source, target = Path(file), Path(os.path.abspath(out))
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise TraceError(f"{target}: exists and is not an empty directory")
+    local_path(file)
+    source, target = Path(file), local_path(out)
+    check_new_directory(target)
     with NpzFile(source) as npz:
-        plan = _plan(npz)
-        aside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        top = made_directory(aside)
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            with TraceWriter(aside, plan.manifest, qk_dtype=plan.qk_dtype) as writer:
-                _copy(npz, plan, writer, aside, progress)
-            os.rename(aside, target)
-            sync_directory(target.parent)
+            plan = _plan(npz)
+            with hidden_directory(target, parents=True) as aside:
+                with TraceWriter(aside / "trace", plan.manifest, qk_dtype=plan.qk_dtype) as writer:
+                    _copy(npz, plan, writer, aside, progress)
+                os.rename(aside / "trace", target)
+                sync_directory(target.parent)
         except OSError as error:
-            remove_made(aside, top)
             raise TraceError(f"{error.filename or target}: {os_reason(error)}; nothing was imported") from error
         except TraceError as error:
-            remove_made(aside, top)
             if isinstance(error.__cause__, OSError) or str(error).startswith(str(source)):
                 raise
             raise TraceError(f"{source}: {error}") from None
-        except BaseException:
-            remove_made(aside, top)
-            raise
     return open_trace(target)
 
 
@@ -195,10 +189,7 @@ def _restore(npz: NpzFile, manifest: Manifest) -> None:
         where = f"{npz.path}: {MANIFEST_NAME}"
         if member.dtype != np.uint8 or member.nbytes > MAX_METADATA_BYTES:
             raise TraceError(f"{where}: must be at most {MAX_METADATA_BYTES} bytes (uint8) of JSON, got {member.dtype}")
-        try:
-            data = json.loads(npz.whole(MANIFEST_NAME, npz.path.parent).tobytes().decode())
-        except (ValueError, RecursionError) as error:
-            raise TraceError(f"{where}: is not valid JSON: {error}") from None
+        data = parse_json(npz.whole(MANIFEST_NAME, npz.path.parent).tobytes(), where)
         given = Manifest.from_json(data, where)
         for name in _KEPT:
             setattr(manifest, name, getattr(given, name))

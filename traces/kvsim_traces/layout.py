@@ -341,6 +341,9 @@ def parse_metadata(data: dict[str, Any], name: str, manifest: Manifest, where: s
         wide = name in SCALED_ARRAYS and index == rank - 1
         if index != layout.axis and (piece[index] < shape[index] if wide else piece[index] != shape[index]):
             raise fail(piece_field, f"axis {index} of a piece must span {shape[index]}, got {piece[index]}")
+    most = max(_FLAT_CHUNKS, _MAX_PIECE_STEPS * manifest.num_layers)
+    if layout.chunks > most:
+        raise fail(piece_field, f"a piece of {name} has at most {most} chunks, got {layout.chunks}")
     whole = _chunk_of(name, piece, chunk[0])
     if chunk != whole or piece[0] % chunk[0]:
         raise fail(chunk_field, f"must be {list(whole)} and divide the piece {list(piece)}, got {list(chunk)}")

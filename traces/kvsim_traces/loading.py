@@ -8,17 +8,19 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvsim_traces.errors import TraceError
+from kvsim_traces.paths import local_path, path_kind
 
 
 def _gguf_file(path: Path) -> Path | None:
     """Return the GGUF file a path means: itself, or the only one in a directory that is no transformers folder."""
-    if path.is_file():
+    kind = path_kind(path)
+    if kind == "file":
         if path.suffix != ".gguf":
             raise TraceError(f"{path}: not a model (expected a transformers folder or a .gguf file)")
         return path
-    if not path.is_dir():
+    if kind != "directory":
         raise TraceError(f"{path}: no such model directory or .gguf file")
-    if (path / "config.json").is_file():
+    if path_kind(path / "config.json") == "file":
         return None
     files = sorted(path.glob("*.gguf"))
     if len(files) != 1:
@@ -58,6 +60,7 @@ def load_model(
     TraceError
         When the path is no model, or transformers cannot load it. Nothing is ever downloaded.
     """
+    local_path(path)
     path = Path(path)
     gguf = _gguf_file(path)
     place = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -3,14 +3,18 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from kvsim_traces.errors import TraceError
 from kvsim_traces.files import lock_directory, os_reason, sync_directory, write_json
 from kvsim_traces.layout import METADATA_NAME, array_shape
 from kvsim_traces.manifest import Manifest
-from kvsim_traces.reader import read_manifest
+from kvsim_traces.paths import local_path, path_kind
+from kvsim_traces.reader import Trace, read_manifest
 from kvsim_traces.scan import Progress, Scan, scan_trace
 from kvsim_traces.writer import group_metadata
+
+_BLOCKS: Final = "is a directory where a trace has a file; move it away"
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class RepairReport:
 
 
 def verify_trace(path: str | Path, *, progress: Progress | None = None) -> VerifyReport:
-    """Check every file, checksum and row of a trace; nothing is changed.
+    """Check every file, checksum and row of a trace, and the rows stored beside it; nothing is changed.
 
     Parameters
     ----------
@@ -105,8 +109,9 @@ def verify_trace(path: str | Path, *, progress: Progress | None = None) -> Verif
     VerifyReport
         Also for a trace whose manifest cannot be read.
     """
-    directory = Path(os.path.abspath(path))
+    directory = Path(path)
     try:
+        directory = local_path(path)
         manifest = read_manifest(directory)
     except TraceError as error:
         return VerifyReport(directory, [str(error)])
@@ -119,11 +124,20 @@ def verify_trace(path: str | Path, *, progress: Progress | None = None) -> Verif
     else:
         if not manifest.complete:
             problems.append(f"{file}: complete: the recording was not closed; {steps}; repair finishes it")
-        found = scan_trace(directory, manifest, progress)
+        try:
+            found = scan_trace(directory, manifest, progress)
+        except TraceError as error:
+            return VerifyReport(directory, [*problems, str(error)])
         problems += [damage.message for damage in found.damage]
         problems += [f"{one}: is left over from an interrupted write; repair removes it" for one in found.leftovers]
         problems += [f"{one}: holds only uncommitted steps; repair removes it" for one in found.surplus]
         problems += [f"{one}: is not part of a trace" for one in found.unknown]
+        problems += [f"{one}: {_BLOCKS}" for one in found.blocking]
+        if not found.damage:
+            try:
+                Trace(directory, manifest, found.arrays, verify=True).check_side_rows()
+            except TraceError as error:
+                problems.append(f"{error}; reading the trace ignores it, delete it or move it away")
         pieces = found.pieces
     return VerifyReport(
         directory, problems, manifest.complete, manifest.committed_steps, manifest.planned_steps, pieces
@@ -155,7 +169,7 @@ def repair_trace(path: str | Path, *, truncate: bool = False, progress: Progress
     TraceError
         If the manifest cannot be read, another process writes the trace, or the disk fails.
     """
-    directory = Path(os.path.abspath(path))
+    directory = local_path(path)
     manifest = read_manifest(directory)
     file = directory / METADATA_NAME
     if not manifest.committed_steps:
@@ -182,26 +196,33 @@ def _repair(directory: Path, manifest: Manifest, found: Scan, truncate: bool) ->
         can = f"truncate would keep {keep} of {committed} steps" if keep else "no step precedes the damage"
         return RepairReport(directory, [], [*problems, f"{directory}: nothing was changed; {can}"], committed)
     unknown = [f"{one}: is not part of a trace; repair leaves it alone" for one in found.unknown]
-    actions = []
+    shapes = _shapes(found, manifest, keep)
+    cut = keep < committed or not manifest.complete
+    surplus = _surplus(found, shapes) if cut else found.surplus
+    blocking = [*found.blocking, *(one for one in surplus if path_kind(one, follow=False) == "directory")]
+    if blocking:
+        blocks = [f"{one}: {_BLOCKS}" for one in sorted(set(blocking))]
+        return RepairReport(directory, [], [*blocks, f"{directory}: nothing was changed"], committed)
+    # First, as what was left aside lies where the metadata are written: it may be a link or a pipe.
+    actions = _remove(found.leftovers)
     notes = list(manifest.notes)
     if keep < committed:
         actions.append(f"cut from {committed} to {keep} steps, before the first damaged piece ({problems[0]})")
         notes.append(f"repair cut this trace from {committed} to {keep} steps: {len(problems)} damaged pieces")
     elif not manifest.complete:
         notes.append(f"repair finished this trace after {committed} of {manifest.planned_steps} planned steps")
-    if keep < committed or not manifest.complete:
-        shapes = _shapes(found, manifest, keep)
+    if cut:
         actions += _finish(directory, manifest, found, shapes, keep, notes)
-        surplus = _surplus(found, shapes)
-    else:
-        surplus = found.surplus
-    for one in [*found.leftovers, *surplus]:
-        # Writing the metadata may have replaced what was left aside.
-        one.unlink(missing_ok=True)
-        actions.append(f"removed {one}")
-    for parent in sorted({one.parent for one in [*found.leftovers, *surplus]}):
-        sync_directory(parent)
+    actions += _remove(surplus)
     return RepairReport(directory, actions, unknown, keep)
+
+
+def _remove(files: list[Path]) -> list[str]:
+    for one in files:
+        one.unlink(missing_ok=True)
+    for parent in sorted({one.parent for one in files}):
+        sync_directory(parent)
+    return [f"removed {one}" for one in files]
 
 
 def _shapes(found: Scan, manifest: Manifest, keep: int) -> dict[str, tuple[int, ...]]:

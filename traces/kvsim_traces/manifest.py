@@ -13,6 +13,12 @@ FORMAT_VERSION: Final = 1
 LIMIT: Final = 2**31
 """Integers in a manifest lie below this."""
 
+MOST_HEADS: Final = 2**16
+"""Bound on layers, heads and the head dimension: not every capture has numbers on disk that stand for them."""
+
+_LEAST_FACTOR: Final = 2.0**-126
+_MOST_FACTOR: Final = 2.0**127
+
 ARRAY_NAMES: Final = (
     "tokens",
     "text",
@@ -152,6 +158,12 @@ def _layer(check: _Checker, name: str, value: object) -> LayerInfo:
         raise check.fail(f"{name}.sliding_window", f"a {layer.type} layer needs one")
     if layer.softcap is not None and layer.softcap <= 0:
         raise check.fail(f"{name}.softcap", f"must be above 0, got {layer.softcap}")
+    # Of float32 vectors and factors that float32 holds, no product overflows float64: computed rows are finite.
+    for field_name in ("scaling", "softcap"):
+        factor = getattr(layer, field_name)
+        if factor and not _LEAST_FACTOR <= abs(factor) <= _MOST_FACTOR:
+            span = f"{_LEAST_FACTOR:.2g} to {_MOST_FACTOR:.2g}"
+            raise check.fail(f"{name}.{field_name}", f"must have a size of {span}, got {factor}")
     return layer
 
 
@@ -268,10 +280,10 @@ class Manifest:
             want = f"{self.committed_steps}, the committed_steps of a complete trace"
             raise check.fail("planned_steps", f"must be {want}, got {self.planned_steps}")
         for name in ("num_layers", "num_heads", "num_kv_heads"):
-            check.integer(name, getattr(self, name), 1)
+            check.integer(name, getattr(self, name), 1, MOST_HEADS + 1)
         if self.num_heads % self.num_kv_heads:
             raise check.fail("num_heads", f"{self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        check.optional(check.integer, "head_dim", self.head_dim, 1)
+        check.optional(check.integer, "head_dim", self.head_dim, 1, MOST_HEADS + 1)
         self._validate_layers(check)
         check.boolean("sink_logits", self.sink_logits)
         self._validate_arrays(check)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim_traces.errors import TraceError
+from kvsim_traces.paths import path_kind
 
 _SUFFIX: Final = ".npy"
 _HEADER_BYTES: Final = 2**14
@@ -74,10 +75,11 @@ class NpzFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_file():
-            raise TraceError(f"{path}: {'is not a file' if path.exists() else 'is missing'}")
+        if (kind := path_kind(path)) != "file":
+            raise TraceError(f"{path}: is {'missing' if kind == 'missing' else 'not a file'}")
         try:
             self._zip = zipfile.ZipFile(path)
+            self._size = os.path.getsize(path)
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
             raise TraceError(f"{path}: is not an .npz file: {error}") from None
         try:
@@ -112,7 +114,7 @@ class NpzFile:
             raise TraceError(f"{where}: must be numbers, got {dtype}; object arrays are never loaded")
         member = Member(info, name, shape, dtype, fortran, start)
         most = info.compress_size if info.compress_type == zipfile.ZIP_STORED else info.compress_size * _MOST_DEFLATED
-        held = min(info.file_size, most if info.compress_size <= os.path.getsize(self.path) else 0) - start
+        held = min(info.file_size, most if info.compress_size <= self._size else 0) - start
         if member.nbytes != held:
             claim = f"its header claims {list(shape)} of {dtype}, {member.nbytes} bytes"
             raise TraceError(f"{where}: {claim}; the file holds {max(0, held)}")
@@ -129,9 +131,14 @@ class NpzFile:
         member = self.members[name]
         try:
             with self._zip.open(member.info) as stream:
-                stream.seek(member.start)
+                # zipfile forgets to check a stored member whose header is sought past, since Python 3.12.
+                crc = zlib.crc32(_read(stream, member.start).data)
                 for start in range(0, member.nbytes, max(1, size)):
-                    yield _read(stream, min(size, member.nbytes - start))
+                    block = _read(stream, min(size, member.nbytes - start))
+                    crc = zlib.crc32(block.data, crc)
+                    if start + len(block) == member.nbytes and crc != member.info.CRC:
+                        raise zipfile.BadZipFile("its checksum does not match")
+                    yield block
         except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
             raise TraceError(f"{self.path}: {name}: is damaged: {error}") from None
 

@@ -1,8 +1,8 @@
 """Reading a trace: memory-mapped, checksummed, and never trusting a claim."""
 
+import contextlib
 import hashlib
 import json
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,7 +21,8 @@ from kvsim_traces.layout import (
     parse_metadata,
 )
 from kvsim_traces.manifest import CAPTURES, Manifest
-from kvsim_traces.rows import attention_row, open_rows, write_rows
+from kvsim_traces.paths import local_path, path_kind
+from kvsim_traces.rows import attention_row, check_side_rows, open_rows, side_row, write_rows
 from kvsim_traces.stored import StoredArray, check_directory
 from kvsim_traces.values import check_finite, check_halves, check_sums, halves_to_floats
 
@@ -44,6 +45,12 @@ _IDENTITY: Final = (
     "tokenizer",
 )
 
+_HINTS: Final = {
+    "prompt_mass": "record with prompt mass, or add prompt_mass [K,H,L0] to the npz",
+    "prompt_queries": "record with prompt queries, or add prompt_queries [K,H,W,d] to the npz",
+    "kvzip_scores": "record with kvzip, or add kvzip_scores [K,Hk,L0] to the npz",
+}
+
 
 def read_manifest(path: Path) -> Manifest:
     """Read and check the manifest of a trace's directory.
@@ -63,8 +70,8 @@ def read_manifest(path: Path) -> Manifest:
     TraceError
         Naming the file and the field.
     """
-    if not path.is_dir():
-        raise TraceError(f"{path}: {'is not a directory' if path.exists() else 'is missing'}; a trace is a directory")
+    if (kind := path_kind(path)) != "directory":
+        raise TraceError(f"{path}: is {'missing' if kind == 'missing' else 'not a directory'}; a trace is a directory")
     file = path / METADATA_NAME
     data = read_json(file)
     for field, value in (("zarr_format", 3), ("node_type", "group")):
@@ -133,7 +140,7 @@ def open_trace(path: str | Path, *, verify: bool = True) -> "Trace":
 
         path = fetch_trace(path)
     # Without following links: the rows lie beside the name that was given.
-    directory = Path(os.path.abspath(path))
+    directory = local_path(path)
     manifest = read_manifest(directory)
     if not manifest.committed_steps:
         file = directory / METADATA_NAME
@@ -272,7 +279,9 @@ class Trace:
         """
         if name not in self._arrays:
             having = [capture for capture, arrays in CAPTURES.items() if name in arrays]
-            hint = f"captures that have it: {', '.join(having)}" if having else "stored only when given"
+            hint = (
+                f"captures that have it: {', '.join(having)}" if having else _HINTS.get(name, "stored only when given")
+            )
             raise CaptureError(f"{self.path}: capture {self.capture} has no {name}; {hint}")
         return self._arrays[name]
 
@@ -307,8 +316,11 @@ class Trace:
         where = f"{stored.path((t - 1) // stored.layout.piece_rows)}: {name} of step {t}"
         check_halves(rows, where, layers)
         floats = halves_to_floats(rows)
-        sums = self.row_sums(t)
-        expected = sums.mean(axis=-1) if name == "scores" else sums
+        expected: NDArray[np.float32] = np.ones(self.num_layers, np.float32)
+        if name == "attention":
+            expected = self.row_sums(t)
+        elif "row_sums" in self._arrays:
+            expected = self.row_sums(t).mean(axis=-1)
         check_sums(floats.sum(axis=-1), expected if layers is None else expected[layers], where, layers=layers)
         return rows, floats
 
@@ -343,12 +355,35 @@ class Trace:
         if self.capture == "heads":
             return self._checked_rows(t, chosen)[1]
         index = self._index(t)
+        length = self.prompt_length + index + 1
+        # What lies beside the trace is only a shortcut: without it, or if it is damaged, rows are computed.
         if not self._rows_sought:
-            self._rows = open_rows(self.path, self.manifest, self.hash, verify=self._verify)
+            source = self.hash
+            with contextlib.suppress(TraceError):
+                self._rows = open_rows(self.path, self.manifest, source, verify=self._verify)
             self._rows_sought = True
-        if self._rows is not None:
-            return self._rows.row(index, chosen)[..., : self.prompt_length + t].astype(np.float32)
+        if (kept := self._rows) is not None:
+            sums = self.row_sums(t)
+            try:
+                return side_row(kept, index + 1, chosen, length, sums)
+            except TraceError:
+                self._rows = None
         return self._computed_rows(t, chosen)
+
+    def check_side_rows(self) -> None:
+        """Check the rows that `store_rows` keeps beside the trace, if there are any of this trace.
+
+        Raises
+        ------
+        TraceError
+            Naming the file and what is wrong with it. Reading ignores such rows.
+        """
+        if self.capture not in ("qk", "qkv"):
+            return
+        kept = open_rows(self.path, self.manifest, self.hash, verify=True)
+        if kept is not None:
+            lengths = range(self.prompt_length + 1, self.num_positions + 1)
+            check_side_rows(kept, lengths, self.row_sums, lambda step: self._computed_rows(step, None))
 
     def _computed_rows(self, t: int, layers: list[int] | None) -> NDArray[np.float32]:
         chosen = list(range(self.num_layers)) if layers is None else layers
@@ -388,7 +423,7 @@ class Trace:
         return rows
 
     def row_sums(self, t: int) -> NDArray[np.float32]:
-        """Return the sums of step t's softmax rows, [K, H]: 1 unless the model's softmax has a sink logit.
+        """Return the sums of step t's softmax rows, [K, H]: 1 unless the softmax has a sink logit; may be read-only.
 
         Raises
         ------
@@ -397,7 +432,8 @@ class Trace:
         """
         index = self._index(t)
         if "row_sums" not in self._arrays:
-            return np.ones((self.num_layers, self.num_heads), np.float32)
+            # A view of one number: no array stands for what the manifest says of the heads.
+            return np.broadcast_to(np.float32(1), (self.num_layers, self.num_heads))
         stored = self._arrays["row_sums"]
         sums: NDArray[np.float32] = stored.row(index).astype(np.float32)
         where = f"{stored.path(index // stored.layout.piece_rows)}: row_sums of step {t}"
@@ -555,34 +591,3 @@ class Trace:
             if not good or not 0 <= layer < self.num_layers:
                 raise TraceError(f"layer: must be from 0 to {self.num_layers - 1}, got {layer!r}")
         return [int(layer) for layer in layers]
-
-
-def describe(trace: Trace) -> dict[str, Any]:
-    """Return the facts about a trace that ``kvsim trace info`` shows, as JSON data.
-
-    Parameters
-    ----------
-    trace : Trace
-        The trace.
-
-    Returns
-    -------
-    dict
-        ``path``, ``hash``, ``num_positions``, ``eligible_layers``, ``bytes`` on disk, the manifest's fields under
-        ``manifest``, and under ``arrays`` each one's ``shape``, ``dtype``, ``pieces`` and ``bytes``.
-    """
-    arrays = {}
-    for name in trace.manifest.arrays:
-        stored = trace.stored(name)
-        size = sum(os.path.getsize(stored.path(piece)) for piece in range(stored.pieces))
-        shape = list(stored.layout.shape)
-        arrays[name] = {"shape": shape, "dtype": stored.layout.dtype, "pieces": stored.pieces, "bytes": size}
-    return {
-        "path": str(trace.path),
-        "hash": trace.hash,
-        "num_positions": trace.num_positions,
-        "eligible_layers": list(trace.eligible_layers),
-        "bytes": sum(array["bytes"] for array in arrays.values()),
-        "arrays": arrays,
-        "manifest": trace.manifest.to_json(),
-    }

@@ -4,16 +4,18 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any, Final
 
 from kvsim_traces.errors import TraceError
-from kvsim_traces.files import MAX_METADATA_BYTES, made_directory, os_reason, remove_made
+from kvsim_traces.files import MAX_METADATA_BYTES, os_reason
 from kvsim_traces.layout import METADATA_NAME
 from kvsim_traces.manifest import ARRAY_NAMES
+from kvsim_traces.paths import hidden_directory, local_path, replace_directory
+from kvsim_traces.reader import open_array, read_manifest
 
 _COPY_BYTES: Final = 2**22
+_NAME_LENGTH: Final = 100
 
 
 def cache_directory() -> Path:
@@ -45,47 +47,60 @@ def fetch_trace(address: str) -> Path:
     """
     import fsspec
 
-    try:
-        system, root = fsspec.core.url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise TraceError(f"{address}: cannot be opened: {error}") from error
+    local_path(address)
+    system, root = _call(address, fsspec.core.url_to_fs, address, what="opened")
     root = root.rstrip("/")
     metadata = _metadata(system, f"{root}/{METADATA_NAME}", address)
     version = hashlib.sha256(f"{address}\n".encode() + metadata).hexdigest()[:16]
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", root.rsplit("/", 1)[-1]) or "trace"
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", root.rsplit("/", 1)[-1])[:_NAME_LENGTH] or "trace"
     target = cache_directory() / version / name
-    if target.is_dir():
+    if _whole(target):
         return target
     arrays = _array_names(metadata, address)
-    aside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    top = made_directory(aside)
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        (aside / METADATA_NAME).write_bytes(metadata)
-        for array in arrays:
-            (aside / array).mkdir()
-            for entry in _call(address, system.ls, f"{root}/{array}", detail=True):
-                base = str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
-                # Only names that a trace has are copied, whatever the listing says.
-                if entry["type"] == "file" and re.fullmatch(r"zarr\.json|c(\.\d{1,10}){1,4}", base, re.ASCII):
-                    _copy(system, f"{root}/{array}/{base}", entry["size"], aside / array / base, address)
-        os.rename(aside, target)
+        with hidden_directory(target, parents=True) as aside:
+            new = aside / "new"
+            new.mkdir()
+            (new / METADATA_NAME).write_bytes(metadata)
+            for array in arrays:
+                (new / array).mkdir()
+                for base, size in _call(address, _files, system, f"{root}/{array}"):
+                    _copy(system, f"{root}/{array}/{base}", size, new / array / base, address)
+            # Another process may have put the same copy there meanwhile.
+            replace_directory(new, target, aside, lambda there: not _whole(there))
     except OSError as error:
-        remove_made(aside, top)
         raise TraceError(f"{error.filename or target}: {os_reason(error)}; the copy of {address} stopped") from error
-    except BaseException:
-        remove_made(aside, top)
-        raise
     return target
 
 
-def _call(address: str, function: Any, *args: Any, **options: Any) -> Any:
+def _whole(copy: Path) -> bool:
+    """Whether a copy has all its files, of their right sizes."""
+    try:
+        manifest = read_manifest(copy)
+        for name in manifest.arrays:
+            open_array(copy, name, manifest).check_files()
+    except TraceError:
+        return False
+    return True
+
+
+def _files(system: Any, directory: str) -> list[tuple[str, int]]:
+    """List the files of an array that a trace has, whatever else is there, and their sizes."""
+    found = []
+    for entry in system.ls(directory, detail=True):
+        base = str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]
+        if entry["type"] == "file" and re.fullmatch(r"zarr\.json|c(\.\d{1,10}){1,4}", base, re.ASCII):
+            found.append((base, int(entry["size"])))
+    return found
+
+
+def _call(address: str, function: Any, *args: Any, what: str = "read", **options: Any) -> Any:
     try:
         return function(*args, **options)
     except Exception as error:
-        # Every backend has errors of its own.
-        raise TraceError(f"{address}: cannot be read: {type(error).__name__}: {error}") from error
+        # Every backend has errors of its own, some of many lines.
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TraceError(f"{address}: cannot be {what}: {reason:.300}") from error
 
 
 def _metadata(system: Any, path: str, address: str) -> bytes:

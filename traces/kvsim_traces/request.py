@@ -10,6 +10,7 @@ import numpy as np
 
 from kvsim_traces.errors import TraceError
 from kvsim_traces.manifest import CAPTURES, LIMIT, LayerInfo
+from kvsim_traces.paths import check_new_directory, local_path
 
 QK_DTYPES = ("float16", "float32")
 
@@ -97,9 +98,8 @@ def checked(
     TraceError
         Naming the argument that is wrong.
     """
-    folder = Path(out)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise TraceError(f"{folder}: exists and is not an empty directory; a recording needs a new one")
+    local_path(out)
+    check_new_directory(Path(out), "; a recording needs a new one")
     steps = _integer("steps", steps, 1)
     _choice("capture", capture, tuple(CAPTURES))
     _choice("qk_dtype", qk_dtype, QK_DTYPES)

@@ -1,10 +1,7 @@
 """Attention rows from queries and keys, and the rows kept beside a trace."""
 
-import contextlib
 import math
-import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,13 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim_traces.errors import TraceError
-from kvsim_traces.files import os_reason, read_json, sync_directory, write_json
+from kvsim_traces.files import os_reason, read_json, write_json
 from kvsim_traces.layout import METADATA_NAME, ArrayLayout, array_shape, plan
 from kvsim_traces.manifest import LayerInfo, Manifest
+from kvsim_traces.paths import hidden_directory, path_kind, replace_directory
 from kvsim_traces.pieces import PieceBuffer
-from kvsim_traces.stored import StoredArray
+from kvsim_traces.stored import StoredArray, check_directory
+from kvsim_traces.values import check_floats
 
 _ATTRIBUTE: Final = "kvsim_rows"
+_RECOMPUTED: Final = 8
+"""Steps of stored rows that verifying computes again."""
 
 
 def attention_row(queries: NDArray[Any], keys: NDArray[Any], layer: LayerInfo) -> NDArray[np.float32]:
@@ -91,18 +92,91 @@ def open_rows(trace: Path, manifest: Manifest, source: str, *, verify: bool) -> 
     Raises
     ------
     TraceError
-        If rows of this trace are there, but damaged.
+        If what is there is not rows of this trace, or damaged. The trace can do without.
     """
     path = rows_path(trace)
-    if not path.is_dir():
-        return None
-    attributes = read_json(path / METADATA_NAME).get("attributes")
-    if not isinstance(attributes, dict) or attributes.get(_ATTRIBUTE) != {"source": source}:
+    if path_kind(path, follow=False) == "missing" or _source(path) != source:
         return None
     layout = _rows_layout(manifest)
-    if read_json(path / layout.name / METADATA_NAME) != layout.metadata():
-        return None
+    check_directory(path / layout.name)
+    file = path / layout.name / METADATA_NAME
+    if read_json(file) != layout.metadata():
+        raise TraceError(f"{file}: is not what this version writes for this trace")
     return StoredArray(layout, path / layout.name, manifest.committed_steps, verify=verify).check_files()
+
+
+def _source(path: Path) -> str:
+    """Return the hash of the trace that rows were computed from."""
+    check_directory(path)
+    file = path / METADATA_NAME
+    attributes = read_json(file).get("attributes")
+    marker = attributes.get(_ATTRIBUTE) if isinstance(attributes, dict) else None
+    if not isinstance(marker, dict) or not isinstance(marker.get("source"), str):
+        raise TraceError(f"{file}: attributes.{_ATTRIBUTE}.source: is missing; these are not rows that kvsim stored")
+    return str(marker["source"])
+
+
+def side_row(
+    stored: StoredArray, step: int, layers: list[int] | None, length: int, sums: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Return a step's stored rows, checked like any rows.
+
+    Parameters
+    ----------
+    stored : StoredArray
+        From `open_rows`.
+    step : int
+        t, from 1.
+    layers : list of int or None
+        Which layers; all if None.
+    length : int
+        L0 + t.
+    sums : ndarray of float32, shape [K, H]
+        What the rows should sum to.
+
+    Raises
+    ------
+    TraceError
+        If they are damaged, not finite, negative or do not sum to `sums`.
+    """
+    rows: NDArray[np.float32] = stored.row(step - 1, layers)[..., :length].astype(np.float32)
+    where = f"{stored.path((step - 1) // stored.layout.piece_rows)}: attention of step {step}"
+    check_floats(rows, sums if layers is None else sums[layers], where, layers)
+    return rows
+
+
+def check_side_rows(
+    stored: StoredArray,
+    lengths: Sequence[int],
+    sums: Callable[[int], NDArray[np.float32]],
+    computed: Callable[[int], NDArray[np.float32]],
+) -> None:
+    """Check all rows stored beside a trace, some of them by computing them again.
+
+    Parameters
+    ----------
+    stored : StoredArray
+        From `open_rows`.
+    lengths : sequence of int
+        L0 + t of every step.
+    sums, computed : callable
+        Give step t's row sums, and its rows from queries and keys.
+
+    Raises
+    ------
+    TraceError
+        Naming the first thing that is wrong.
+    """
+    steps = len(lengths)
+    again = {1 + place * (steps - 1) // (_RECOMPUTED - 1) for place in range(_RECOMPUTED)}
+    for piece in range(stored.pieces):
+        stored.check_piece(piece)
+    for step, length in enumerate(lengths, 1):
+        rows = side_row(stored, step, None, length, sums(step))
+        # Another library's exponential may round the last bit the other way.
+        if step in again and not np.allclose(rows, computed(step), rtol=1e-4, atol=1e-5):
+            where = stored.path((step - 1) // stored.layout.piece_rows)
+            raise TraceError(f"{where}: attention of step {step}: differs from what queries and keys give")
 
 
 def write_rows(
@@ -112,7 +186,7 @@ def write_rows(
     row: Callable[[int], NDArray[np.float32]],
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Store computed rows beside a trace: built aside, then renamed.
+    """Store computed rows beside a trace: built in a hidden directory, then renamed.
 
     Parameters
     ----------
@@ -135,40 +209,50 @@ def write_rows(
     Raises
     ------
     TraceError
-        If it cannot be written; nothing is left then.
+        If something else than stored rows is there, or they cannot be written; nothing is left then.
     """
     target = rows_path(trace)
-    aside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    layout = _rows_layout(manifest)
-    steps = manifest.committed_steps
+    if path_kind(target, follow=False) != "missing":
+        _replaceable(target)
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        (aside / layout.name).mkdir(parents=True)
-        buffer = PieceBuffer(layout, aside / layout.name)
-        for step in range(1, steps + 1):
-            rows = row(step)
-            slot = buffer.slot()
-            slot[..., : rows.shape[-1]] = rows
-            buffer.advance()
-            if buffer.full or step == steps:
-                buffer.flush()
-            if progress is not None:
-                progress(step, steps)
-        write_json(aside / layout.name / METADATA_NAME, layout.metadata())
-        group = {"zarr_format": 3, "node_type": "group", "attributes": {_ATTRIBUTE: {"source": source}}}
-        write_json(aside / METADATA_NAME, group)
-        _replace(aside, target)
+        with hidden_directory(target) as aside:
+            new = aside / "new"
+            _build(new, manifest, source, row, progress)
+            replace_directory(new, target, aside, _replaceable)
     except OSError as error:
         raise TraceError(f"{error.filename or target}: {os_reason(error)}; no rows are stored") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return target
 
 
-def _replace(new: Path, target: Path) -> None:
-    old = target.with_name(f"{target.name}.{os.getpid()}.old.tmp")
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(target, old)
-    os.rename(new, target)
-    sync_directory(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def _build(
+    new: Path,
+    manifest: Manifest,
+    source: str,
+    row: Callable[[int], NDArray[np.float32]],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    layout = _rows_layout(manifest)
+    steps = manifest.committed_steps
+    (new / layout.name).mkdir(parents=True)
+    buffer = PieceBuffer(layout, new / layout.name)
+    for step in range(1, steps + 1):
+        rows = row(step)
+        slot = buffer.slot()
+        slot[..., : rows.shape[-1]] = rows
+        buffer.advance()
+        if buffer.full or step == steps:
+            buffer.flush()
+        if progress is not None:
+            progress(step, steps)
+    write_json(new / layout.name / METADATA_NAME, layout.metadata())
+    group = {"zarr_format": 3, "node_type": "group", "attributes": {_ATTRIBUTE: {"source": source}}}
+    write_json(new / METADATA_NAME, group)
+
+
+def _replaceable(path: Path) -> bool:
+    """Return that rows may replace what lies at a path, or say why not."""
+    try:
+        _source(path)
+    except TraceError as error:
+        raise TraceError(f"{path}: is in the way and not replaced, for kvsim did not make it ({error})") from None
+    return True

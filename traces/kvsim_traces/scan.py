@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from kvsim_traces.errors import TraceError
-from kvsim_traces.files import ASIDE_SUFFIX
+from kvsim_traces.files import ASIDE_SUFFIX, os_reason
 from kvsim_traces.layout import METADATA_NAME, POSITION_ARRAYS, PROMPT_ARRAYS, STEP_ARRAYS
 from kvsim_traces.manifest import Manifest
+from kvsim_traces.paths import path_kind
 from kvsim_traces.reader import Trace, open_array
 from kvsim_traces.stored import StoredArray
 
@@ -48,6 +49,8 @@ class Scan:
         Pieces that hold only uncommitted steps.
     unknown : list of Path
         Anything a trace does not have.
+    blocking : list of Path
+        Directories that have the names of leftovers or surplus pieces.
     arrays : dict of str to StoredArray
         The arrays whose metadata is sound.
     pieces : int
@@ -58,6 +61,7 @@ class Scan:
     leftovers: list[Path]
     surplus: list[Path]
     unknown: list[Path]
+    blocking: list[Path]
     arrays: dict[str, StoredArray]
     pieces: int
 
@@ -78,9 +82,18 @@ def scan_trace(path: Path, manifest: Manifest, progress: Progress | None = None)
     -------
     Scan
         What was found; problems do not raise.
+
+    Raises
+    ------
+    TraceError
+        If the directory cannot be listed.
     """
-    result = Scan([], [], [], [], {}, 0)
-    for name in sorted(os.listdir(path)):
+    result = Scan([], [], [], [], [], {}, 0)
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be listed: {os_reason(error)}") from error
+    for name in names:
         if name == METADATA_NAME + ASIDE_SUFFIX:
             result.leftovers.append(path / name)
         elif name != METADATA_NAME and name not in manifest.arrays:
@@ -97,6 +110,9 @@ def scan_trace(path: Path, manifest: Manifest, progress: Progress | None = None)
         result.surplus.extend(
             stored.directory / one for number, one in listing.pieces.items() if number >= stored.pieces
         )
+    for found in (result.leftovers, result.surplus):
+        result.blocking.extend(one for one in found if path_kind(one, follow=False) == "directory")
+        found[:] = [one for one in found if one not in result.blocking]
     bad: set[tuple[str, int]] = set()
     # Rows can be read up to the first piece of steps that is missing.
     readable = manifest.committed_steps
@@ -120,7 +136,7 @@ def scan_trace(path: Path, manifest: Manifest, progress: Progress | None = None)
                 break
     if progress is not None:
         progress(total, total)
-    return Scan(result.damage, result.leftovers, result.surplus, result.unknown, result.arrays, done)
+    return replace(result, pieces=done)
 
 
 def _pieces(stored: StoredArray) -> Iterator[tuple[int, str]]:

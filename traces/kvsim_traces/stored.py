@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvsim_traces.errors import TraceError
-from kvsim_traces.files import ASIDE_SUFFIX, open_regular
+from kvsim_traces.files import ASIDE_SUFFIX, open_regular, os_reason
 from kvsim_traces.layout import METADATA_NAME, ArrayLayout
+from kvsim_traces.paths import path_kind
 from kvsim_traces.pieces import Bytes, chunk_view, crc32c, crc_bytes
 
 _MAPPED_PIECES: Final = 32
@@ -51,8 +52,12 @@ def list_pieces(layout: ArrayLayout, directory: Path) -> Listing:
         If the directory cannot be listed.
     """
     check_directory(directory)
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        raise TraceError(f"{directory}: cannot be listed: {os_reason(error)}") from error
     listing = Listing({}, [], [])
-    for name in sorted(os.listdir(directory)):
+    for name in names:
         aside = name.endswith(ASIDE_SUFFIX)
         base = name.removesuffix(ASIDE_SUFFIX)
         numbers = re.fullmatch(r"c((?:\.\d{1,10})+)", base, re.ASCII)
@@ -76,14 +81,10 @@ def check_directory(path: Path) -> None:
     TraceError
         If it is missing, a symbolic link or not a directory.
     """
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:
-        raise TraceError(f"{path}: is missing") from None
-    if stat.S_ISLNK(mode):
-        raise TraceError(f"{path}: is a symbolic link; a trace holds no links")
-    if not stat.S_ISDIR(mode):
-        raise TraceError(f"{path}: is not a directory")
+    kind = path_kind(path, follow=False)
+    if kind != "directory":
+        words = {"missing": "missing", "link": "a symbolic link; a trace holds no links"}
+        raise TraceError(f"{path}: is {words.get(kind, 'not a directory')}")
 
 
 class _Piece:
@@ -178,7 +179,10 @@ class StoredArray:
             path = self.path(piece)
             if piece not in found:
                 raise TraceError(f"{path}: is missing; {self.rows} rows need {self.pieces} pieces")
-            status = os.lstat(path)
+            try:
+                status = os.lstat(path)
+            except OSError as error:
+                raise TraceError(f"{path}: cannot be read: {os_reason(error)}") from error
             if not stat.S_ISREG(status.st_mode):
                 raise TraceError(f"{path}: is not a regular file; a trace holds no links")
             stored_chunks(self.layout, path, status.st_size, self._least(piece))

@@ -137,6 +137,36 @@ def check_sums(
         raise TraceError(f"{where}: {spot} {what} {float(sums[place]):.6g} instead of {target:.6g}")
 
 
+def check_floats(
+    rows: NDArray[np.float32], expected: NDArray[Any] | float, where: str, layers: Sequence[int] | None = None
+) -> None:
+    """Check that float32 rows are finite, not negative, and sum to what they should.
+
+    Parameters
+    ----------
+    rows : ndarray of float32
+        Rows with the layers along axis 0.
+    expected : ndarray or float
+        Their sums, within `SUM_TOLERANCE`.
+    where : str
+        Words for errors.
+    layers : sequence of int, optional
+        Which layers those are; all by default.
+
+    Raises
+    ------
+    TraceError
+        Naming the first value or row that is off.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = rows.sum(axis=-1)
+    # A sum is finite only if no value is NaN or infinite.
+    check_sums(sums, expected, where, layers=layers)
+    if rows.size and rows.min() < 0:
+        place = tuple(int(index) for index in np.argwhere(rows < 0)[0])
+        raise TraceError(f"{where}: value at {_place(place, _LAYERED, layers)} is negative")
+
+
 def _place(index: tuple[int, ...], axes: tuple[str, ...], layers: Sequence[int] | None = None) -> str:
     if len(index) > len(axes):
         return f"index {list(index)}"

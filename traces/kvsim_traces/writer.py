@@ -25,6 +25,7 @@ from kvsim_traces.layout import (
     plan,
 )
 from kvsim_traces.manifest import LayerInfo, Manifest
+from kvsim_traces.paths import check_new_directory, local_path
 from kvsim_traces.pieces import PieceBuffer
 from kvsim_traces.values import check_finite, check_halves, check_sums, clear_negative_zeros, halves_to_floats
 
@@ -67,6 +68,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: str | Path, manifest: Manifest, *, qk_dtype: str = "float16") -> None:
+        local_path(path)
         self.path = Path(path)
         self.manifest = copy.deepcopy(manifest)
         self.manifest.committed_steps = 0
@@ -84,13 +86,12 @@ class TraceWriter:
         self._steps = 0
         self._failed = False
         self._closed = False
-        self._created = not self.path.exists()
-        if not self._created and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise TraceError(f"{self.path}: exists and is not an empty directory")
+        self._created = not check_new_directory(self.path)
         self._lock = -1
-        self._top = made_directory(self.path)
+        self._top = self.path
         try:
             with self._disk():
+                self._top = made_directory(self.path)
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = lock_directory(self.path)
                 for name in self.manifest.arrays:
@@ -498,13 +499,15 @@ class TraceWriter:
         clear_negative_zeros(slot)
         check_halves(slot, where)
         found = halves_to_floats(slot).sum(axis=-1) if scaled else given.sum(axis=-1, dtype=wide).astype(np.float32)
-        heads = sums is None or found.ndim == 2
-        expected = 1.0 if sums is None else sums if heads else sums.mean(axis=-1)
+        apart = found.ndim == 2
+        expected = 1.0 if sums is None else sums if apart else sums.mean(axis=-1)
         if not (sums is None and self.manifest.sink_logits):
             check_sums(found, expected, where)
         if sums is not None:
             return sums
-        return found if found.ndim == 2 else np.repeat(found[:, np.newaxis], self.manifest.num_heads, axis=1)
+        return (
+            found if found.ndim == 2 else np.broadcast_to(found[:, np.newaxis], (len(found), self.manifest.num_heads))
+        )
 
     def _put_step(self, name: str, value: ArrayLike, shape: tuple[int, ...]) -> None:
         given = _floats(name, value)
