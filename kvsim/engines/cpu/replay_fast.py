@@ -5,24 +5,9 @@ import numpy as np
 
 from kvsim.engines.cpu.half import LANES, accumulate, dot, prefetch
 from kvsim.engines.cpu.replay_one import compact
-from kvsim.engines.cpu.select import drop_lowest
+from kvsim.engines.cpu.select import drop_lowest, lowest
 
 __all__ = ["replay_fast"]
-
-
-@numba.njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})
-def _lowest(m, n):
-    """Give the place of the lowest of m[:n], the first among equals, and how many share it."""
-    low = m[0]
-    for j in range(n):
-        low = min(low, m[j])
-    equal = 0
-    for j in range(n):
-        equal += m[j] == low
-    first = 0
-    while m[first] != low:
-        first += 1
-    return first, equal
 
 
 @numba.njit(cache=True, nogil=True)
@@ -131,7 +116,7 @@ def replay_fast(
         ties[t] = 0
         if evicts[t + 1] and n > budget:
             if n == budget + 1 and n_sink == 0 and n_recent == 0:
-                first, equal = _lowest(m, n)
+                first, equal = lowest(m, n)
                 ties[t] = equal if equal > 1 else 0
                 newest_stays = first != n - 1
                 evicted_at[pos[first]] = t + 1

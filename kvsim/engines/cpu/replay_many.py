@@ -4,7 +4,7 @@ import numba
 import numpy as np
 
 from kvsim.engines.cpu.half import load, prefetch
-from kvsim.engines.cpu.select import drop_lowest
+from kvsim.engines.cpu.select import drop_lowest, lowest
 
 __all__ = ["replay_shared"]
 
@@ -80,21 +80,6 @@ def _update_exact(m, alive, xt, n, depth, heads, inverse, a, b, reset, s, keys):
     for j in range(n):
         m[j] = m[j] if alive[j] else GONE
         keys[j] = m[j]
-
-
-@numba.njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})
-def _lowest(keys, n):
-    """Give the place of the lowest key, the first among equals, and how many share it."""
-    low = GONE
-    for j in range(n):
-        low = min(low, keys[j])
-    equal = 0
-    for j in range(n):
-        equal += keys[j] == low
-    first = 0
-    while keys[first] != low:
-        first += 1
-    return first, equal
 
 
 @numba.njit(cache=True, nogil=True, fastmath={"reassoc", "nsz"})
@@ -247,7 +232,7 @@ def replay_shared(
             excess = count[p] - budget[p]
             if evicts[p, t + 1] and excess > 0:
                 if excess == 1 and n_sink[p] == 0 and n_recent[p] == 0:
-                    j, equal = _lowest(keys, n)
+                    j, equal = lowest(keys, n)
                     gone = 1
                     ties[p, t] = equal if equal > 1 else 0
                     newest_stays = j != n - 1

@@ -3,7 +3,7 @@
 import numba
 import numpy as np
 
-__all__ = ["drop_lowest", "kth_smallest"]
+__all__ = ["drop_lowest", "kth_smallest", "lowest"]
 
 
 @numba.njit(cache=True, nogil=True)
@@ -73,3 +73,16 @@ def drop_lowest(m, pos, n, budget, n_sink, n_recent, keys, scratch, drop):
             drop[j] = True
             quota -= 1
     return excess, ties
+
+
+@numba.njit(cache=True, nogil=True, fastmath={"nnan", "nsz"})
+def lowest(keys, n):
+    """Give the place of the lowest of n float32 keys, the first among equals, and how many share it."""
+    low = keys[0]
+    for j in range(n):
+        low = min(low, keys[j])
+    equal, first = 0, n
+    for j in range(n):
+        equal += keys[j] == low
+        first = min(first, j if keys[j] == low else n)
+    return first, equal
