@@ -53,6 +53,7 @@ POLICIES = [
     "snapkv:6,kernel=3,heads=max/when=every",
     "scissorhands:6",
     "streaming:4",
+    "recency",
     "keydiff",
     "keydiff/when=prefill",
     "knorm",
