@@ -77,11 +77,18 @@ class Policy:
             raise PolicyError(f"refresh must be a number of steps of at least 1, or 'first', got {self.refresh!r}")
         if self.group is not None and self.group not in GROUP_KINDS:
             raise unknown_name("group", self.group, GROUP_KINDS)
-        base = self.head.expand() if isinstance(self.head, Preset) else None
+        base = self._expanded_head() if isinstance(self.head, Preset) else None
         for axis, spec in AXES.items():
             inherited = getattr(base, axis) if base else None
             if getattr(self, axis) == (spec.default if inherited is None else inherited):
                 object.__setattr__(self, axis, None)
+
+    def _expanded_head(self) -> "Policy":
+        assert isinstance(self.head, Preset)
+        try:
+            return self.head.expand()
+        except PolicyError as error:
+            raise PolicyError(f"{format_part(self.head)}: {error}") from None
 
     def expand(self) -> "Policy":
         """Replace a preset by the rule and axes it stands for; a rule stays as it is."""

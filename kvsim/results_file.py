@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsim_traces.files import os_reason, sync_directory, write_whole
 
+from kvsim.engines.outcome import METRICS
 from kvsim.errors import KvsimError
 
 if TYPE_CHECKING:
@@ -57,6 +58,12 @@ def read_results(
     for name in (*RESULT_KEY, "trace", *columns):
         if frame.schema.get(name) != pl.String or frame[name].null_count():
             raise KvsimError(f"{file}: is not a {what}: it has no text column {name!r}")
+    for name in ("budget", *METRICS):
+        if name in frame.schema and not (frame.schema[name].is_numeric() or frame.schema[name] == pl.Null):
+            raise KvsimError(f"{file}: is not a {what}: column {name!r} does not hold numbers")
+    for name, kind in frame.schema.items():
+        if name.startswith(SETTING) and not (kind.is_numeric() or kind in (pl.String, pl.Null)):
+            raise KvsimError(f"{file}: is not a {what}: column {name!r} holds neither numbers nor text")
     return frame
 
 

@@ -93,7 +93,9 @@ def independent_scores(
         unit = values / np.maximum(np.linalg.norm(values, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
         anchor = unit.mean(axis=2, keepdims=True)
         norm = np.linalg.norm(anchor, axis=-1)
-        values = -np.divide((unit * anchor).sum(-1), norm, out=np.zeros(unit.shape[:-1]), where=norm > 0)
+        cosine = np.divide((unit * anchor).sum(-1), norm, out=np.zeros(unit.shape[:-1]), where=norm > 0)
+        # To float32, so that cosines equal in mathematics, as those of two keys to their mean, tie in every engine.
+        values = -cosine.astype(np.float32).astype(np.float64)
     elif source.kind == "bilinear":
         assert source.queries is not None
         values = np.einsum("lhnd,lhd->lhn", values, source.queries[step - 1, layers, kv_heads])

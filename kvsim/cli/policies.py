@@ -53,7 +53,7 @@ def _axis_entry(name: str) -> dict[str, Any]:
     axis = AXES[name]
     default = None if axis.default is None else axis.write(axis.default)
     facts = {"values": axis.values, "default": default, "example": axis.example}
-    return {"name": f"{name}=", "kind": "axis", "doc": axis.doc, **facts}
+    return {"name": name, "kind": "axis", "doc": axis.doc, **facts}
 
 
 def _sorted(registry: dict[str, Any]) -> list[Any]:

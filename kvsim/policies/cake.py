@@ -49,8 +49,8 @@ class Preference(Rule):
     def __post_init__(self) -> None:
         if self.size < 2:
             raise PolicyError(f"size of 'preference' must be at least 2, got {self.size}")
-        if self.gamma < 0:
-            raise PolicyError(f"gamma of 'preference' must be 0 or more, got {self.gamma}")
+        if not 0 <= self.gamma <= 1e6:
+            raise PolicyError(f"gamma of 'preference' must be in [0, 1e6], got {self.gamma}")
         for name in ("tau1", "tau2"):
             if getattr(self, name) <= 0:
                 raise PolicyError(f"{name} of 'preference' must be above 0, got {getattr(self, name)}")
@@ -63,19 +63,23 @@ class Preference(Rule):
         if context.when.name != "prefill" or not isinstance(context.score, Attention):
             raise PolicyError(f"{context.policy}: 'preference' ranks the prompt once, by attention; use when=prefill")
         earlier = max(0, prompt - self.size)
-        preferences, m0 = [], np.zeros((groups.count, prompt))
-        for layer in range(len(groups.layers)):
+        logs, m0 = [], np.zeros((groups.count, prompt))
+        for layer in range(len(groups.layers)) if earlier else ():
             attention = context.prompt_attention(layer, self.size)[:, :, :earlier]
             variance = attention.var(axis=1, ddof=1)
             entropy = -(attention * np.log(attention + 1e-10)).sum()
-            preferences.append(float(entropy ** (1 / self.tau1) * variance.sum() ** (1 / self.tau2)))
+            with np.errstate(divide="ignore"):
+                logs.append(float(np.log(entropy) / self.tau1 + np.log(variance.sum()) / self.tau2))
             scores = _averaged(attention.mean(axis=1) + self.gamma * variance)
             for group in sorted(set(groups.of_layer(layer))):
                 _, heads, _ = groups.members(group)
                 m0[group, :earlier] = scores[heads].mean(axis=0)
         plan = context.linear(a=0, b=1, m0=m0)
         per_layer, budget = groups.count // len(groups.layers), int(plan.budgets[0])
-        budgets = layer_budgets(preferences, budget, self.size, prompt)
+        # Only ratios count: from the logarithms, so that no temperature overflows.
+        highest = max(logs, default=-np.inf)
+        preferences = [float(np.exp(log - highest)) if np.isfinite(highest) else 1.0 for log in logs]
+        budgets = layer_budgets(preferences or [1.0] * len(groups.layers), budget, self.size, prompt)
         return protect_recent(context.allot(plan, np.repeat(np.array(budgets, np.int64), per_layer)), self.size)
 
 

@@ -11,6 +11,7 @@ from kvsim.plan import FloatArray, ScoreSource
 from kvsim.rope import rope_of
 from kvsim.scorers.base import Scorer, register
 
+HIGHEST = 1e37  # Sinks may stand at twice the highest of the others and still be a float32.
 LARGEST = 80.0  # A decode key may outscore the whole prompt, and states are compared in float32, which ends at e^88.
 
 
@@ -46,12 +47,12 @@ class Expected(Scorer):
     epsilon: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.n_future < 1:
-            raise PolicyError(f"n_future of 'expected' must be at least 1 position, got {self.n_future}")
+        if not 1 <= self.n_future <= 2**20:
+            raise PolicyError(f"n_future of 'expected' must be 1 to {2**20} positions, got {self.n_future}")
         if self.n_sink < 0:
             raise PolicyError(f"n_sink of 'expected' must be 0 or more positions, got {self.n_sink}")
-        if self.epsilon < 0:
-            raise PolicyError(f"epsilon of 'expected' must be 0 or more, got {self.epsilon}")
+        if not 0 <= self.epsilon <= 1:
+            raise PolicyError(f"epsilon of 'expected' must be in [0, 1], got {self.epsilon}")
 
     def source(self, context: Context) -> ScoreSource:
         """See `Scorer.source`."""
@@ -63,8 +64,9 @@ class Expected(Scorer):
         norms = np.linalg.norm(context.values, axis=-1) if self.vnorm else 1.0
         shares = np.stack([self._attention(context, layer) for layer in range(len(context.groups.layers))])
         scores = (shares + self.epsilon) * norms
+        scores = np.minimum(scores, HIGHEST / 2)
         scores[:, :, : self.n_sink] = 2 * scores[:, :, self.n_sink :].max(axis=(1, 2), keepdims=True)
-        return ScoreSource("static", values=scores)
+        return ScoreSource("static", values=np.minimum(scores, HIGHEST))
 
     def _attention(self, context: Context, layer: int) -> FloatArray:
         """Compute the expected attention of one eligible layer's keys, [Hk, L0+T], sinks included."""

@@ -11,6 +11,16 @@ OTHERS = sorted(set(ENGINES) - {"reference"})
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_the_cosines_of_two_keys_to_their_mean_are_equal(tmp_path, engine):
+    """With one token kept there are two to choose from, as unlike their mean as each other: the newest stays."""
+    trace = write_trace(tmp_path / "t", capture="qk", prompt=2, steps=30, head_dim=16)
+    result = kvsim.replay(trace, "keydiff", budget=1, engine=engine)
+    for group in range(result.plan.groups.count):
+        assert [result.retained(t, group).tolist() for t in range(2, 31)] == [[t + 1] for t in range(2, 31)]
+    assert result.steps["ties"].to_list()[1:] == [2.0] * 29
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_equal_scores_are_never_pivotal(tmp_path, engine):
     rows = np.zeros((20, 3, 1, 21), np.float32)
     for t in range(20):

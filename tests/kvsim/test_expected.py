@@ -71,9 +71,9 @@ def test_a_decode_key_far_above_the_prompt_stays_finite(tmp_path):
 
 def test_refusals(tmp_path, trace):
     for text, message in [
-        ("n_future=0", "at least 1 position"),
+        ("n_future=0", "1 to 1048576 positions"),
         ("n_sink=-1", "0 or more"),
-        ("epsilon=-0.1", "0 or more"),
+        ("epsilon=-0.1", r"in \[0, 1\]"),
     ]:
         with pytest.raises(kvsim.PolicyError, match=message):
             kvsim.parse(f"single/score=expected:{text}")

@@ -122,3 +122,11 @@ def test_cake_errors(tmp_path):
     ]:
         with pytest.raises(kvsim.PolicyError, match=message):
             kvsim.replay(trace, policy)
+
+
+@pytest.mark.parametrize("policy", ["cake:8", "cake:8/group=layer", "cake:8,tau1=0.009", "cake:8,tau2=0.0001"])
+def test_cake_where_the_window_is_the_prompt_and_at_extreme_temperatures(tmp_path, policy):
+    for prompt in (8, 40):
+        trace = write_trace(tmp_path / str(prompt), prompt=prompt, capture="qk")
+        result = kvsim.replay(trace, policy, budget=10, shadow_churn=False)
+        assert result.plan.budgets.mean() == 10

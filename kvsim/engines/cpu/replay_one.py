@@ -82,7 +82,7 @@ def _cosine(units, depth, kv_heads, pos, n, highest, s):
                 product = 0.0
                 for d in range(dim):
                     product += units[layer, kv, pos[j], d] * anchor[d]
-                cosine = product / norm if norm > 0 else 0.0
+                cosine = np.float64(np.float32(product / norm)) if norm > 0 else 0.0
                 if highest:
                     s[layer, j] = max(s[layer, j], -cosine)
                 else:
