@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from kvsim_traces import describe, export_npz, import_npz, open_trace, repair_trace, verify_trace
@@ -154,3 +154,40 @@ def export(
     with progress_bar(f"exporting {trace}", quiet=quiet) as advance:
         export_npz(open_trace(trace), out, progress=advance)
     console.print(f"wrote {out}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def synth(
+    out: Annotated[Path, typer.Option(help="New trace directory.")],
+    kind: Annotated[
+        Literal["iid", "drift", "shift", "heavy", "sink"],
+        typer.Option(help="Utilities that stay, turn, change at one step, have a heavy tail, or have sinks."),
+    ] = "iid",
+    noise: Annotated[float, typer.Option(metavar="S", help="Standard deviation of a score over its utility.")] = 0.3,
+    drift: Annotated[
+        float | None, typer.Option(metavar="D", help="Radians a step, for kind drift; 0.05 by default.")
+    ] = None,
+    shift_at: Annotated[
+        int | None, typer.Option(metavar="STEP", help="First step after the change, for kind shift.")
+    ] = None,
+    heads: Annotated[int, typer.Option(metavar="H", help="Heads.")] = 2,
+    layers: Annotated[int, typer.Option(metavar="K", help="Layers.")] = 4,
+    steps: Annotated[int, typer.Option(metavar="T", help="Decode steps.")] = 64,
+    prompt: Annotated[int, typer.Option(metavar="L", help="Prompt length.")] = 256,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed.")] = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Write a synthetic recording whose true utilities are known (Python: kvsim.synth.synthetic_of).
+
+    Every position but 0 has a utility, seen through independent noise; position 0 takes the rest of the row.
+
+    Example: kvsim trace synth --out runs/shift --kind shift --shift-at 33 --noise 0.5
+    """
+    from kvsim.synth import Synthetic, write_synthetic
+
+    if drift is None:
+        drift = 0.05 if kind == "drift" else 0.0
+    spec = Synthetic(kind, prompt, steps, layers, heads, noise, drift, shift_at, seed)
+    with progress_bar(f"writing {out}", quiet=quiet) as advance:
+        write_synthetic(spec, out, progress=advance)
+    console.print(f"wrote {out}: {kind}, prompt {prompt}, {steps} steps", highlight=False, markup=False, soft_wrap=True)

@@ -3,14 +3,16 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+import numpy as np
+
 from kvsim.context import Context
-from kvsim.head import Rule, register
+from kvsim.head import Coefficients, LinearRule, register
 from kvsim.plan import Plan
 
 
 @register
 @dataclass(frozen=True)
-class Cumulative(Rule):
+class Cumulative(LinearRule):
     """The running sum of scores, ``m = m + s`` (InertiaKV Eq. 3, H2O's accumulator).
 
     Attributes
@@ -22,7 +24,12 @@ class Cumulative(Rule):
     name: ClassVar[str] = "cumulative"
     start: Literal["zero", "prompt"] = field(default="zero", kw_only=True)
 
+    def coefficients(self, depth: int) -> Coefficients:
+        """See `LinearRule.coefficients`: a = b = 1."""
+        return Coefficients(np.ones(depth), np.ones(depth), False)
+
     def plan(self, context: Context) -> Plan:
-        """See `Rule.plan`: a = b = 1."""
+        """See `Rule.plan`."""
         m0 = context.prompt_mass.sum(axis=1) if self.start == "prompt" else None
-        return context.linear(a=1, b=1, m0=m0)
+        a, b, _ = self.coefficients(context.groups.depth)
+        return context.linear(a=a, b=b, m0=m0)

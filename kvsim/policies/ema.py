@@ -7,13 +7,13 @@ import numpy as np
 
 from kvsim.context import Context
 from kvsim.errors import PolicyError
-from kvsim.head import Rule, register
+from kvsim.head import Coefficients, LinearRule, register
 from kvsim.plan import Plan
 
 
 @register
 @dataclass(frozen=True)
-class Ema(Rule):
+class Ema(LinearRule):
     """Exponential moving average, ``m = alpha * m + (1 - alpha) * s`` (InertiaKV Eq. 4 and App. E).
 
     Attributes
@@ -36,11 +36,15 @@ class Ema(Rule):
         # Minus zero is zero, and must print like it.
         object.__setattr__(self, "alpha", self.alpha + 0.0)
 
-    def plan(self, context: Context) -> Plan:
-        """See `Rule.plan`."""
+    def coefficients(self, depth: int) -> Coefficients:
+        """See `LinearRule.coefficients`."""
         if self.over != "step":
-            return context.linear(a=self.alpha, b=1 - self.alpha, reset=self.over == "layer")
-        depth = context.groups.depth
+            return Coefficients(np.full(depth, self.alpha), np.full(depth, 1 - self.alpha), self.over == "layer")
         a = np.ones(depth)
         a[0] = self.alpha
-        return context.linear(a=a, b=(1 - self.alpha) / depth)
+        return Coefficients(a, np.full(depth, (1 - self.alpha) / depth), False)
+
+    def plan(self, context: Context) -> Plan:
+        """See `Rule.plan`."""
+        a, b, reset = self.coefficients(context.groups.depth)
+        return context.linear(a=a, b=b, reset=reset)

@@ -27,6 +27,16 @@ def test_the_first_screen_is_what_make_demo_prints(monkeypatch):
         assert line.rstrip() in README.splitlines()
 
 
+def test_the_trade_off_is_what_analyze_prints(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    words = re.search(r"kvsim (analyze alpha (?:.|\n)*?)\n```", README)[1].replace("\\\n", " ").split()
+    monkeypatch.chdir(ROOT)
+    printed = CliRunner().invoke(app, words)
+    assert printed.exit_code == 0
+    for line in printed.stdout.splitlines():
+        assert line.rstrip() in README.splitlines()
+
+
 @pytest.mark.parametrize(
     ("sample", "row"),
     [

@@ -1,0 +1,188 @@
+"""``kvsim analyze``: what aggregation trades against what."""
+
+from typing import Annotated, Any
+
+import typer
+from kvsim_traces import open_trace
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from kvsim.cli.output import ErrorGroup, console, print_json, progress_bar
+from kvsim.cli.replay import find_traces
+from kvsim.errors import KvsimError
+from kvsim.memory import Memory
+from kvsim.policy import parse
+from kvsim.replay import choose_budget
+from kvsim.tradeoff import DEFAULT_H, DEFAULT_POLICIES, PARTS, TradeOff
+
+__all__ = ["app"]
+
+app = typer.Typer(cls=ErrorGroup, help="Measure what aggregation trades against what.", no_args_is_help=True)
+
+Traces = Annotated[
+    list[str] | None, typer.Option(metavar="DIR|GLOB", help="Trace directory, quoted glob, or URL; repeatable.")
+]
+More = Annotated[list[str] | None, typer.Argument(metavar="[TRACE]...", help="Traces, as after --trace.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
+
+
+@app.command()
+def alpha(
+    trace: Traces = None,
+    more: More = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="POLICY", help="Linear rule; repeatable. By default ema at six alphas, and cumulative."),
+    ] = None,
+    compression_ratio: Annotated[
+        str | None,
+        typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED, in [0, 1); 0.9 unless --budget is given."),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="TOKENS|PERCENT", help="Tokens to keep: 2048, or 10% of the prompt.")
+    ] = None,
+    h: Annotated[int, typer.Option("--h", metavar="STEPS", help="Half width of the moving average.")] = 8,
+    smoothed: Annotated[
+        bool, typer.Option("--smoothed", help="Smooth the scores of synthetic recordings too.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap over traces.")] = 0,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Split what a linear rule loses into layer, lag and boundary; they sum to total.
+
+    layer: wrong layers trusted. lag: stale because of memory. boundary: flips caused by noise.
+    Shadow mode: nothing is evicted, and scores are those of the full cache.
+    The utility is the score, averaged over h steps to either side; synthetic recordings know theirs.
+    Boundary holds the bias of that average, so it is printed for h = 4, 8 and 16 as well.
+    Several recordings give their mean too, with 95% bootstrap intervals.
+
+    Example: kvsim analyze alpha --trace traces/samples/smollm2-needle-512 --policy ema:0.8 --policy ema:0.8,over=step
+    """
+    from kvsim.intervals import best_alphas, over_traces
+    from kvsim.synth import synthetic_of
+    from kvsim.tradeoff import decompose
+
+    chosen = choose_budget(compression_ratio, budget)
+    names = {str(one.with_budget(chosen)): str(one) for one in map(parse, policy or DEFAULT_POLICIES)}
+    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    synthetic = [None if smoothed else synthetic_of(recording) for recording in traces]
+    if len({spec is None for spec in synthetic}) > 1:
+        raise KvsimError("synthetic and other recordings have different utilities; take one kind, or add --smoothed")
+    widths = sorted({*DEFAULT_H, h})
+    by_trace: list[list[TradeOff]] = []
+    for recording, spec in zip(traces, synthetic, strict=True):
+        with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
+            utility = None if spec is None else spec.utilities
+            by_trace.append(decompose(recording, list(names), h=widths, utility=utility, progress=advance))
+    rows = [row for own in by_trace for row in own]
+    average, best = over_traces(rows, seed=seed), best_alphas(rows)
+    if as_json:
+        print_json({"mode": "shadow", "results": [row.summary() for row in rows], "mean": average, "best": best})
+        return
+    shown = h if synthetic[0] is None else None
+    for recording, own in zip(traces, by_trace, strict=True):
+        title = f"{recording.path.name}: prompt {recording.prompt_length}, steps {recording.num_steps}"
+        _print(title, [row.summary() for row in own], shown, names)
+    if len(traces) > 1:
+        _print(f"mean of {len(traces)} recordings, 95% bootstrap intervals", average, shown, names)
+    _print_best([row for row in best if row["h"] == shown])
+    how = "true utilities" if shown is None else f"u: scores averaged over h = {shown} steps to either side"
+    ratio = "" if chosen.keep_ratio is None else f" of the prompt (compression_ratio {1 - chosen.keep_ratio})"
+    _line(f"shadow mode: nothing is evicted; {how}; B: {chosen}{ratio or ' tokens'}")
+
+
+def _print(title: str, rows: list[dict[str, Any]], h: int | None, names: dict[str, str]) -> None:
+    _line(title)
+    table = _table("policy")
+    for part in PARTS:
+        table.add_column(part, justify="right", no_wrap=True, vertical="bottom")
+    others = sorted({row["h"] for row in rows} - {h})
+    for width in others:
+        table.add_column(f"boundary\nh={width}", justify="right", no_wrap=True)
+    boundary = {(row["policy"], row["h"]): row["boundary"] for row in rows}
+    for row in rows:
+        if row["h"] == h:
+            cells = [_cell(row[part], row.get(f"{part}_low"), row.get(f"{part}_high")) for part in PARTS]
+            cells += [_cell(boundary[row["policy"], width]) for width in others]
+            table.add_row(Text(names[row["policy"]]), *cells)
+    console.print(table, highlight=False)
+
+
+def _print_best(best: list[dict[str, Any]]) -> None:
+    if not best:
+        return
+    _line("alpha with the smallest")
+    table = _table("policy")
+    for part in PARTS:
+        table.add_column(part, justify="right")
+    for row in best:
+        cells = ["any" if row[part] == row["alphas"] else ", ".join(f"{a:g}" for a in row[part]) for part in PARTS]
+        table.add_row(Text(row["policy"]), *cells)
+    console.print(table, highlight=False)
+
+
+@app.command()
+def memory(
+    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Linear rule such as ema:0.8; repeatable.")],
+    layers: Annotated[int | None, typer.Option(metavar="K", help="Layers of the model.")] = None,
+    trace: Annotated[str | None, typer.Option(metavar="DIR", help="Recording to take layers and steps from.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how far back a linear rule remembers: in steps, in layers, and its state's share of earlier steps.
+
+    A horizon is the sum of the weights in the state over the largest of them.
+    With K = 32 layers and alpha 0.8 the previous step's weight is 0.8^32 = 0.0008.
+
+    Example: kvsim analyze memory --policy ema:0.8 --policy ema:0.8,over=step --layers 32
+    """
+    from kvsim.memory import memory as measure
+
+    if (layers is None) == (trace is None):
+        raise KvsimError("give either --layers K or --trace DIR")
+    steps = None
+    if trace is not None:
+        (location,) = find_traces([trace])[:1]
+        recording = open_trace(location)
+        layers, steps = len(recording.eligible_layers), recording.num_steps
+    assert layers is not None
+    found = [measure(text, layers, steps=steps) for text in policy]
+    if as_json:
+        print_json({"results": [one.summary() for one in found]})
+        return
+    _print_memory(found, steps)
+
+
+def _print_memory(found: list[Memory], steps: int | None) -> None:
+    names = ["layers", "previous step's\nweight", "horizon,\nsteps", "horizon,\nlayers", "last layer's\nshare"]
+    names += ["earlier steps'\nshare"] + [f"after\n{steps} steps"] * (steps is not None)
+    table = _table("policy")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+    for one in found:
+        numbers = [one.step_decay, one.horizon_steps, one.horizon_layers, one.last_layer_share, one.earlier_share]
+        cells = ["unbounded" if value is None else f"{value:.4g}" for value in numbers]
+        if one.earlier_share_last is not None:
+            cells.append(f"{one.earlier_share_last:.4g}")
+        table.add_row(Text(one.policy), str(one.layers), *cells)
+    console.print(table, highlight=False)
+
+
+def _table(first: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column(first, overflow="fold", min_width=16, vertical="bottom")
+    return table
+
+
+def _line(text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _cell(value: float, low: float | None = None, high: float | None = None) -> str:
+    # Adding zero turns the minus zero of a rounded difference into zero.
+    shown = f"{round(value, 4) + 0.0:.4f}"
+    if low is None or high is None:
+        return shown
+    return f"{shown}\n[{round(low, 3) + 0.0:.3f}, {round(high, 3) + 0.0:.3f}]"

@@ -1,0 +1,104 @@
+"""The trade-off over several recordings: means, bootstrap intervals, and the alpha that is best at each part."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvsim.errors import KvsimError
+from kvsim.policies.ema import Ema
+from kvsim.policy import parse
+from kvsim.tradeoff import PARTS, TradeOff
+
+__all__ = ["best_alphas", "over_traces"]
+
+LEVEL = 0.95
+RESAMPLES = 2000
+TIE = 1e-12
+"""Parts that differ by no more are equal: what lies between them is rounding."""
+
+
+def over_traces(rows: Sequence[TradeOff], *, resamples: int = RESAMPLES, seed: int = 0) -> list[dict[str, Any]]:
+    """Average trade-offs over traces, with percentile bootstrap intervals (95%) from resampling the traces.
+
+    Parameters
+    ----------
+    rows : sequence of TradeOff
+        From `kvsim.tradeoff.decompose`, of any number of traces; the same policies and h for each.
+    resamples : int
+        Bootstrap samples.
+    seed : int
+        Their seed; the same traces are drawn for all policies.
+
+    Returns
+    -------
+    list of dict
+        ``policy``, ``h``, ``traces`` (how many), and for each part its mean and ``<part>_low``, ``<part>_high`` (None
+        with a single trace, which says nothing about others).
+
+    Raises
+    ------
+    KvsimError
+        If the traces do not have the same policies and h, one is there twice, or `resamples` is below 1.
+    """
+    if resamples < 1:
+        raise KvsimError(f"resamples must be at least 1, got {resamples}")
+    found: dict[tuple[str, int | None], list[TradeOff]] = {}
+    for row in rows:
+        found.setdefault((row.policy, row.h), []).append(row)
+    traces = [[row.trace_hash for row in own] for own in found.values()]
+    if any(own != traces[0] for own in traces):
+        raise KvsimError("every trace must have the same policies and h to be averaged")
+    if traces and len(set(traces[0])) < len(traces[0]):
+        raise KvsimError("a policy on one recording counts once: some recording or policy is given twice")
+    averaged = []
+    for (policy, h), own in found.items():
+        count = len(own)
+        values = np.array([[getattr(row, part) for part in PARTS] for row in own])
+        mean: dict[str, Any] = {"policy": policy, "h": h, "traces": count}
+        mean |= dict(zip(PARTS, values.mean(axis=0).tolist(), strict=True))
+        low: list[float | None] = [None] * len(PARTS)
+        high = low
+        if count > 1:
+            drawn = np.random.default_rng(seed).integers(count, size=(resamples, count))
+            tails = [(1 - LEVEL) / 2, (1 + LEVEL) / 2]
+            low, high = np.quantile(values[drawn].mean(axis=1), tails, axis=0).tolist()
+        for part, below, above in zip(PARTS, low, high, strict=True):
+            mean |= {f"{part}_low": below, f"{part}_high": above}
+        averaged.append(mean)
+    return averaged
+
+
+def best_alphas(rows: Sequence[TradeOff]) -> list[dict[str, Any]]:
+    """Say which alpha makes each part smallest, on the average over traces.
+
+    Parameters
+    ----------
+    rows : sequence of TradeOff
+        As for `over_traces`.
+
+    Returns
+    -------
+    list of dict
+        For each `ema` policy with at least two alphas and each h: ``policy`` (its string with ``alpha`` for the
+        number), ``h``, the ``alphas`` tried, and for each part the list of alphas that share the smallest value.
+    """
+    families: dict[tuple[str, int | None], dict[float, dict[str, Any]]] = {}
+    for row in over_traces(rows, resamples=1):
+        policy = parse(row["policy"])
+        head = policy.expand().head
+        if isinstance(head, Ema) and isinstance(policy.head, Ema):
+            family = str(dataclasses.replace(policy, head=dataclasses.replace(head, alpha=0.0)))
+            family = family.replace("ema:0", "ema:alpha", 1)
+            families.setdefault((family, row["h"]), {})[head.alpha] = row
+    best = []
+    for (family, h), by_alpha in families.items():
+        if len(by_alpha) > 1:
+            least = {part: min(row[part] for row in by_alpha.values()) for part in PARTS}
+            winners = {
+                part: sorted(alpha for alpha, row in by_alpha.items() if row[part] <= least[part] + TIE)
+                for part in PARTS
+            }
+            best.append({"policy": family, "h": h, "alphas": sorted(by_alpha), **winners})
+    return best

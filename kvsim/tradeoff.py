@@ -1,0 +1,286 @@
+"""The trade-off of aggregation, measured: what layer weights, memory and noise each cost a linear rule.
+
+Shadow mode: nothing is evicted, and a rule's set at step t is the top-B of its state over positions 0..p_t.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kvsim_traces import Trace, open_trace
+
+from kvsim.engines.outcome import Progress
+from kvsim.errors import KvsimError, PolicyError
+from kvsim.head import Coefficients
+from kvsim.plan import FloatArray, Plan, ScoreSource
+from kvsim.policy import Policy, parse
+from kvsim.replay import choose_budget
+from kvsim.scoring import attention_scores, head_mean_scores, independent_scores
+
+__all__ = ["DEFAULT_H", "DEFAULT_POLICIES", "PARTS", "TradeOff", "Utility", "decompose"]
+
+DEFAULT_H = (4, 8, 16)
+DEFAULT_POLICIES = (
+    *(f"ema:{alpha}{over}" for over in ("", ",over=step", ",over=layer") for alpha in (0, 0.3, 0.6, 0.8, 0.9, 0.95)),
+    "cumulative",
+)
+PARTS = ("layer", "lag", "boundary", "total")
+
+Utility = Callable[[int], FloatArray]
+"""True utilities of step t (from 1): [K, L0 + t] for the K eligible layers, the same for every head."""
+
+
+@dataclass(frozen=True)
+class TradeOff:
+    """What one policy loses on one trace, and to what; averages over steps, then over groups.
+
+    Attributes
+    ----------
+    policy : str
+        Canonical policy with its budget.
+    trace_name, trace_hash : str
+        The recording.
+    h : int or None
+        Half width of the moving average that stands for the local utility; None for true utilities.
+    budget : float
+        Tokens kept, averaged over groups.
+    layer : float
+        Loss of the top-B of u under the rule's layer weights without memory: wrong layers trusted.
+    lag : float
+        What the rule's memory adds when it runs on u: stale. It may come out slightly negative.
+    boundary : float
+        What running it on the scores adds to that: flips caused by noise.
+    steps : array
+        [3, T] layer, lag and boundary at each step.
+    """
+
+    policy: str
+    trace_name: str
+    trace_hash: str
+    h: int | None
+    budget: float
+    layer: float
+    lag: float
+    boundary: float
+    steps: FloatArray = field(repr=False, compare=False)
+
+    @property
+    def total(self) -> float:
+        """Loss of the rule run on the scores: the sum of the parts."""
+        return self.layer + self.lag + self.boundary
+
+    def summary(self) -> dict[str, Any]:
+        """Give everything but the steps, ready for JSON."""
+        own = {name: getattr(self, name) for name in ("policy", "trace_name", "trace_hash", "h", "budget", *PARTS)}
+        own["trace"] = own.pop("trace_name")
+        return own
+
+
+def decompose(
+    trace: Trace | str | Path,
+    policies: Sequence[Policy | str] = DEFAULT_POLICIES,
+    *,
+    compression_ratio: float | str | Decimal | None = None,
+    budget: int | str | None = None,
+    h: int | Sequence[int] = DEFAULT_H,
+    utility: Utility | None = None,
+    progress: Progress | None = None,
+) -> list[TradeOff]:
+    """Split the loss of linear rules on a recording into layer, lag and boundary, in one pass over its steps.
+
+    Parameters
+    ----------
+    trace : Trace or path
+        The recording.
+    policies : sequence of Policy or str
+        Linear rules: `single`, `cumulative`, `ema`, and presets that stand for them.
+    compression_ratio, budget
+        As for `kvsim.replay`; a policy's own budget beats them.
+    h : int or sequence of int
+        Half widths of the moving average; windows end where the recording does.
+    utility : callable, optional
+        True utilities, instead of moving averages.
+    progress : callable, optional
+        Called with (steps done, steps in all).
+
+    Returns
+    -------
+    list of TradeOff
+        For each policy in order, one for each h in order (one in all with `utility`).
+
+    Raises
+    ------
+    KvsimError
+        If a policy is not a linear rule, an h is negative, or a utility has the wrong shape or is not finite.
+    """
+    chosen = choose_budget(compression_ratio, budget)
+    widths = list(h) if isinstance(h, Sequence) else [h]
+    for width in widths:
+        if isinstance(width, bool) or not isinstance(width, int) or width < 0:
+            raise KvsimError(f"h must be a number of steps of at least 0, got {width!r}")
+    if not widths or not policies:
+        raise KvsimError("name at least one policy and one h")
+    trace = trace if isinstance(trace, Trace) else open_trace(trace)
+    parsed = [(parse(policy) if isinstance(policy, str) else policy).with_budget(chosen) for policy in policies]
+    plans = [_linear(policy, policy.plan(trace)) for policy in parsed]
+    bundles: dict[tuple[str, str], list[int]] = {}
+    for index, (policy, plan) in enumerate(zip(parsed, plans, strict=True)):
+        bundles.setdefault((str(policy.expand().score), plan.groups.kind), []).append(index)
+    variants: list[int | None] = [None] if utility is not None else list(widths)
+    results: dict[tuple[int, int], TradeOff] = {}
+    for done, members in enumerate(bundles.values()):
+
+        def advance(step: int, steps: int, offset: int = done) -> None:
+            if progress is not None:
+                progress(offset * steps + step, len(bundles) * steps)
+
+        losses = _Pass(trace, [plans[index] for index in members], variants, utility).run(advance)
+        for place, index in enumerate(members):
+            for v, variant in enumerate(variants):
+                results[index, v] = _result(trace, plans[index], variant, losses[v, place])
+    return [results[index, v] for index in range(len(plans)) for v in range(len(variants))]
+
+
+def _result(trace: Trace, plan: Plan, h: int | None, losses: FloatArray) -> TradeOff:
+    parts = np.stack([losses[0], losses[1] - losses[0], losses[2] - losses[1]])
+    layer, lag, boundary = (float(part) for part in parts.mean(axis=1))
+    budget = float(plan.budgets.mean())
+    return TradeOff(plan.policy, trace.path.name, trace.hash, h, budget, layer, lag, boundary, parts)
+
+
+def _linear(policy: Policy, plan: Plan) -> Plan:
+    """Give the plan back if it is one linear recurrence with the same weights at every step."""
+    why = None
+    if plan.window or plan.pool != 1 or plan.score.redundancy is not None or plan.rescue is not None:
+        why = "ranks by more than one linear recurrence over scores"
+    elif plan.evicts[0] or not plan.evicts[1:].all() or plan.batch:
+        why = "does not evict after every step"
+    elif not ((plan.a == plan.a[0]).all() and (plan.b == plan.b[0]).all()):
+        why = "changes its weights from step to step"
+    if why is not None:
+        raise PolicyError(f"{policy}: {why}; the trade-off is that of a linear rule (single, cumulative, ema)")
+    return plan
+
+
+class _Pass:
+    """One pass over a recording's steps for plans that share scores and groups."""
+
+    def __init__(self, trace: Trace, plans: list[Plan], variants: list[int | None], utility: Utility | None) -> None:
+        self.trace, self.plans, self.variants, self.utility = trace, plans, variants, utility
+        self.groups = plans[0].groups
+        # Rules that weigh layers alike share the sums over layers, which are most of the work.
+        rules = [Coefficients(plan.a[0], plan.b[0], plan.reset) for plan in plans]
+        weights = np.stack([rule.layer_weights for rule in rules])
+        self.weights, self.which = np.unique(weights, axis=0, return_inverse=True)
+        self.decay = [rule.step_decay for rule in rules]
+        shape = (len(plans), self.groups.count, trace.num_positions)
+        self.on_scores = self._initial(shape)
+        self.on_utility = [self._initial(shape) for _ in variants]
+        self.reach = min(max((width or 0 for width in variants), default=0), trace.num_steps - 1)
+
+    def _initial(self, shape: tuple[int, ...]) -> FloatArray:
+        states = np.zeros(shape)
+        for state, plan in zip(states, self.plans, strict=True):
+            state[:, : self.trace.prompt_length] = plan.m0
+        return states
+
+    def run(self, advance: Progress) -> FloatArray:
+        """Give the losses [variants, plans, 3, T]: by layer weights alone, the rule on u, the rule on the scores."""
+        from kvsim.engines.cpu.losses import smooth
+
+        trace, steps = self.trace, self.trace.num_steps
+        depth, count = self.groups.depth, self.groups.count
+        losses = np.zeros((len(self.variants), len(self.plans), 3, steps))
+        ring = np.zeros((2 * self.reach + 1, count * depth, trace.num_positions))
+        read = 0
+        for t in range(steps):
+            n = trace.prompt_length + t + 1
+            while read <= min(t + self.reach, steps - 1):
+                scores = self._scores(read + 1)
+                ring[read % len(ring), :, : scores.shape[1]] = scores
+                read += 1
+            s = ring[t % len(ring), :, :n].reshape(count, depth, n)
+            updated = self._update(self.on_scores, s, t, n)[1]
+            for v, width in enumerate(self.variants):
+                if width is None:
+                    u = self._utilities(t + 1, n)
+                else:
+                    u = np.empty((count * depth, n))
+                    smooth(ring, max(0, t - width), min(t + width, steps - 1), trace.prompt_length, u)
+                self._measure(losses[v, :, :, t], v, u.reshape(count, depth, n), t, n, updated)
+            advance(t + 1, steps)
+        return losses
+
+    def _update(self, states: FloatArray, s: FloatArray, t: int, n: int) -> tuple[FloatArray, FloatArray]:
+        """Advance all states by step t; give the layer sums [G, W, n] and the states [P, G, n]."""
+        from kvsim.engines.cpu.losses import weigh
+
+        sums = np.empty((len(s), len(self.weights), n))
+        for g in range(len(s)):
+            weigh(self.weights, s[g], sums[g])
+        for p, plan in enumerate(self.plans):
+            if plan.scored[t]:
+                states[p, :, :n] *= self.decay[p]
+                states[p, :, :n] += sums[:, self.which[p]]
+            else:
+                states[p, :, n - 1] = states[p, :, : n - 1].mean(axis=1)
+        return sums, states[:, :, :n]
+
+    def _measure(self, out: FloatArray, v: int, u: FloatArray, t: int, n: int, on_scores: FloatArray) -> None:
+        from kvsim.engines.cpu.losses import loss, top_sum
+
+        sums, on_utility = self._update(self.on_utility[v], u, t, n)
+        worth = u.mean(axis=1)
+        for g in range(self.groups.count):
+            best: dict[int, float] = {}
+            alone: dict[tuple[int, int, int, int], float] = {}
+            for p, plan in enumerate(self.plans):
+                budget, sink, recent = int(plan.budgets[g]), int(plan.n_sink[g]), int(plan.n_recent[g])
+                if budget not in best:
+                    best[budget] = top_sum(worth[g], worth[g], budget, 0, 0)
+                key = (int(self.which[p]), budget, sink, recent)
+                if key not in alone:
+                    alone[key] = loss(sums[g, key[0]], worth[g], best[budget], budget, sink, recent)
+                out[p, 0] += alone[key] / self.groups.count
+                for place, states in ((1, on_utility), (2, on_scores)):
+                    lost = loss(states[p, g], worth[g], best[budget], budget, sink, recent)
+                    out[p, place] += lost / self.groups.count
+
+    def _scores(self, step: int) -> FloatArray:
+        """Give the full-cache scores of a step, [G * K, n]: those of the groups, one after the other."""
+        trace, groups, source = self.trace, self.groups, self.plans[0].score
+        layers = list(groups.layers)
+        everything = np.arange(trace.prompt_length + step)
+        if source.kind != "attention":
+            return np.concatenate(
+                [independent_scores(source, groups, g, everything, step) for g in range(groups.count)]
+            )
+        heads_known = trace.capture != "scores"
+        rows = (trace.attention_rows(step, layers) if heads_known else trace.score_rows(step, layers)).astype(float)
+        found = []
+        for g in range(groups.count):
+            members, heads, _ = groups.members(g)
+            if not heads_known:
+                found.append(head_mean_scores(source, rows, groups, g, everything))
+            elif _is_plain(source):
+                found.append(rows[members, heads].mean(axis=1))
+            else:
+                found.append(attention_scores(source, rows, groups, g, everything, renormalise=False))
+        return np.concatenate(found)
+
+    def _utilities(self, step: int, n: int) -> FloatArray:
+        assert self.utility is not None
+        given = np.asarray(self.utility(step), dtype=np.float64)
+        want = (len(self.groups.layers), n)
+        if given.shape != want or not np.isfinite(given).all():
+            raise KvsimError(
+                f"utilities of step {step} must be finite numbers of shape {list(want)}, got shape {list(given.shape)}"
+            )
+        return np.concatenate([given[self.groups.members(g)[0]] for g in range(self.groups.count)])
+
+
+def _is_plain(source: ScoreSource) -> bool:
+    return source.heads == "mean" and source.weight is None and not (source.entropy or source.pivotal or source.signed)
