@@ -8,9 +8,12 @@ import numpy as np
 
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.head import LinearRule
+from kvsim.plan import FloatArray
 from kvsim.policy import Policy, parse
 
 __all__ = ["Memory", "memory"]
+
+MOST_LAYERS, MOST_STEPS = 2**16, 2**24
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,16 @@ def memory(policy: Policy | str, layers: int, *, steps: int | None = None) -> Me
     Raises
     ------
     KvsimError
-        If the policy is not a linear rule, or a number is below 1.
+        If the policy is not a linear rule, or a number is out of range.
 
     Examples
     --------
     >>> round(memory("ema:0.8", 32).step_decay, 4)
     0.0008
     """
-    for name, value in (("layers", layers), ("steps", steps)):
-        if value is not None and value < 1:
-            raise KvsimError(f"{name} must be at least 1, got {value}")
+    for name, value, most in (("layers", layers, MOST_LAYERS), ("steps", steps, MOST_STEPS)):
+        if value is not None and not 1 <= value <= most:
+            raise KvsimError(f"{name} must be from 1 to {most}, got {value}")
     policy = parse(policy) if isinstance(policy, str) else policy
     expanded = policy.expand()
     if not isinstance(expanded.head, LinearRule):
@@ -111,8 +114,8 @@ def memory(policy: Policy | str, layers: int, *, steps: int | None = None) -> Me
     )
 
 
-def _earlier_shares(decay: float, scored: int) -> "np.ndarray[Any, np.dtype[np.float64]]":
+def _earlier_shares(decay: float, scored: int) -> FloatArray:
     """Share of earlier steps in the weight after 1, 2, … scored steps: 1 - 1 / (1 + decay + … )."""
     totals = np.cumsum(decay ** np.arange(scored, dtype=np.float64))
-    shares: np.ndarray[Any, np.dtype[np.float64]] = 1 - 1 / totals
+    shares: FloatArray = 1 - 1 / totals
     return shares

@@ -102,7 +102,7 @@ def decompose(
     h : int or sequence of int
         Half widths of the moving average; windows end where the recording does.
     utility : callable, optional
-        True utilities, instead of moving averages.
+        True utilities, instead of moving averages, whatever score a policy reads.
     progress : callable, optional
         Called with (steps done, steps in all).
 
@@ -110,6 +110,10 @@ def decompose(
     -------
     list of TradeOff
         For each policy in order, one for each h in order (one in all with `utility`).
+
+    Notes
+    -----
+    Memory is that of the scores of ``2 h + 1`` steps, at the largest h.
 
     Raises
     ------
@@ -194,7 +198,7 @@ class _Pass:
         trace, steps = self.trace, self.trace.num_steps
         depth, count = self.groups.depth, self.groups.count
         losses = np.zeros((len(self.variants), len(self.plans), 3, steps))
-        ring = np.zeros((2 * self.reach + 1, count * depth, trace.num_positions))
+        ring = np.zeros((min(2 * self.reach + 1, steps), count * depth, trace.num_positions))
         read = 0
         for t in range(steps):
             n = trace.prompt_length + t + 1

@@ -144,8 +144,10 @@ def memory(
         raise KvsimError("give either --layers K or --trace DIR")
     steps = None
     if trace is not None:
-        (location,) = find_traces([trace])[:1]
-        recording = open_trace(location)
+        locations = find_traces([trace])
+        if len(locations) > 1:
+            raise KvsimError(f"--trace {trace}: matches {len(locations)} recordings; name one")
+        recording = open_trace(locations[0])
         layers, steps = len(recording.eligible_layers), recording.num_steps
     assert layers is not None
     found = [measure(text, layers, steps=steps) for text in policy]

@@ -74,5 +74,8 @@ def test_the_command(tmp_path):
     assert "linear rule" in run("--policy", "window:3", "--layers", 32, code=2).stderr
     assert "--layers" in run("--policy", "ema", code=2).stderr
     assert "layers" in run("--policy", "ema", "--layers", 0, code=2).stderr
+    write_trace(tmp_path / "u")
+    assert "2 recordings" in run("--policy", "ema", "--trace", tmp_path / "*", code=2).stderr
+    assert "layers" in run("--policy", "ema", "--layers", 10**9, code=2).stderr
     with pytest.raises(KvsimError, match="steps"):
         memory("ema", 3, steps=0)

@@ -13,6 +13,7 @@ import kvsim
 from kvsim.cli import app
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.intervals import best_alphas, over_traces
+from kvsim.scoring import attention_scores, independent_scores
 from kvsim.synth import KINDS, Synthetic, write_synthetic
 from kvsim.tradeoff import DEFAULT_POLICIES, PARTS, decompose
 
@@ -20,6 +21,7 @@ RULES = [
     *("single", "cumulative", "ema:0", "ema:0.8", "ema:0.9,over=step", "ema:0.7,over=layer", "tova", "inertiakv"),
     *("cumulative/group=layer", "ema:0.5/group=head", "ema:0.8/refresh=3", "ema:0.8/protect=sink:1+recent:1"),
     *("ema:0.6/score=vnorm", "ema:0.6/score=entropy", "cumulative:start=prompt/group=layer", "ema:0.5/score=knorm"),
+    *("cumulative/score=attention:heads=max", "ema:0.5/score=keydiff/group=head"),
 ]
 
 
@@ -50,10 +52,12 @@ def rows_trace(path, rows, prompt, *, sums=None):
 
 
 def scores_of(trace, plan, group, t):
-    """The shadow scores of step t, [K_g, n], for plain attention."""
-    layers, heads, _ = plan.groups.members(group)
+    """The shadow scores of step t, [K_g, n]."""
+    everything = np.arange(trace.prompt_length + t)
+    if plan.score.kind != "attention":
+        return independent_scores(plan.score, plan.groups, group, everything, t)
     rows = trace.attention_rows(t, list(plan.groups.layers)).astype(float)
-    return rows[layers, heads].mean(axis=1)
+    return attention_scores(plan.score, rows, plan.groups, group, everything, renormalise=False)
 
 
 def top(m, budget):
@@ -93,9 +97,7 @@ def by_definition(trace, policy, h, utility=None):
     return layer, rule_u - layer, rule_s - rule_u, rule_s
 
 
-@pytest.mark.parametrize(
-    "policy", [rule for rule in RULES if not any(w in rule for w in ("score", "refr", "prot", "start"))]
-)
+@pytest.mark.parametrize("policy", [rule for rule in RULES if not any(w in rule for w in ("refr", "prot", "start"))])
 @pytest.mark.parametrize("h", [0, 2, 8])
 def test_the_parts_are_those_of_the_definition(tmp_path, policy, h):
     trace = write_trace(tmp_path / "t", steps=14, prompt=30)
@@ -111,8 +113,6 @@ def test_the_parts_sum_to_the_loss_of_the_shadow_replay(tmp_path, policy):
     assert row.total == pytest.approx(row.layer + row.lag + row.boundary, abs=1e-9)
     assert row.steps.shape == (3, 14)
     assert row.steps.mean(axis=1) == pytest.approx([row.layer, row.lag, row.boundary], abs=1e-12)
-    if "score" in policy:
-        return
     result = kvsim.replay(trace, policy, budget=6, shadow=True, engine="reference")
     plan, retained = result.plan, result.outcome.retained
     lost = []
@@ -214,6 +214,11 @@ def test_invariances(tmp_path):
     order = [*rng.permutation(24), *range(24, 34)]
     moved = write_trace(tmp_path / "p", prompt=24, attention=attention[..., order])
     assert np.allclose(found(trace, *RULES[:6]), found(moved, *RULES[:6]), atol=1e-12)
+
+
+def test_the_full_cache_loses_nothing(tmp_path):
+    for row in decompose(write_trace(tmp_path / "t"), ["full"]):
+        assert [getattr(row, part) for part in PARTS] == [0, 0, 0, 0]
 
 
 def test_one_pass_gives_what_single_passes_give(tmp_path):
