@@ -7,6 +7,7 @@
 
 from kvsim_traces import Trace, TraceError, open_trace
 
+from kvsim import oracle
 from kvsim import policies as _policies  # noqa: F401  registers every policy
 from kvsim.budget import Budget
 from kvsim.errors import KvsimError, PolicyError
@@ -28,6 +29,7 @@ __all__ = [
     "TraceError",
     "__version__",
     "open_trace",
+    "oracle",
     "parse",
     "replay",
     "replay_many",

@@ -15,9 +15,18 @@ __all__ = ["HEADS", "Coefficients", "Head", "LinearRule", "Preset", "Rule", "reg
 
 
 class Head(ABC):
-    """The first word of a policy string; subclasses are frozen dataclasses whose fields are its arguments."""
+    """The first word of a policy string; subclasses are frozen dataclasses whose fields are its arguments.
+
+    Attributes
+    ----------
+    name : str
+        The word.
+    needs_future : bool
+        Whether it reads what later queries attend to: it can be replayed, and never run live.
+    """
 
     name: ClassVar[str]
+    needs_future: ClassVar[bool] = False
 
 
 class Rule(Head):

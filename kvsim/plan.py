@@ -177,6 +177,8 @@ class Plan:
     rescue : array of int or None
         [G] unprotected positions that the first eviction after a step protects for good: those with the highest score
         of any single layer of the group at the last scored step.
+    bound : float or None
+        No schedule within the budgets has a higher kept mass; known to the plans of an oracle. Engines do not read it.
     """
 
     policy: str
@@ -196,6 +198,7 @@ class Plan:
     pool: int = 1
     batch: float = 0.0
     rescue: npt.NDArray[np.int64] | None = None
+    bound: float | None = None
 
     def target(self, group: int, visible: int) -> int:
         """Give how many of `visible` positions stay when a group is over its budget."""

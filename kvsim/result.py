@@ -148,6 +148,19 @@ class Result:
         return tokens * heads * self.head_dim * 2 * 2
 
     @property
+    def oracle_bound(self) -> float | None:
+        """The kept mass that no policy can exceed with these groups and budgets; known to oracles alone."""
+        return None if self.mode == "shadow" else self.plan.bound
+
+    @property
+    def oracle_gap(self) -> float | None:
+        """``1 - kept mass / oracle_bound``; `kvsim.oracle.gap` gives any policy's."""
+        bound = self.oracle_bound
+        if bound is None:
+            return None
+        return 1 - float(self.outcome.metrics["kept_mass"].mean()) / bound if bound > 0 else 0.0
+
+    @property
     def key(self) -> dict[str, str]:
         """What this result is a function of; two results with equal keys hold equal numbers."""
         return {
@@ -169,6 +182,8 @@ class Result:
             "steps": self.num_steps,
             **means,
             "shadow_churn": self.shadow_churn,
+            "oracle_bound": self.oracle_bound,
+            "oracle_gap": self.oracle_gap,
             "triggers": self.triggers,
             "removed_of_seen": self.removed_of_seen,
             "budget_of_mean_length": self.budget / (self.prompt_length + (self.num_steps + 1) / 2),

@@ -25,6 +25,8 @@ COLUMNS = {
     "budget": "B",
     "retained": "held",
     "kept_mass": "kept\nmass",
+    "oracle_bound": "upper\nbound",
+    "oracle_gap": "gap to\nbound",
     "churn": "churn",
     "shadow_churn": "shadow\nchurn",
     "raw_churn": "raw\nchurn",
@@ -160,6 +162,8 @@ def _cell(name: str, value: float | None) -> str:
         return "-"
     if name == "retained":
         return f"{value:.0f}"
+    if name == "oracle_gap":
+        return f"{value:.2%}"
     if name in ("budget", "ties"):
         return f"{value:.10g}" if float(value).is_integer() else f"{value:.2g}"
     return f"{value:.3f}"

@@ -85,6 +85,11 @@ POLICIES = [
     "inertiakv-aux",
     "inertiakv-lazy:4",
     "score-free",
+    "oracle:future",
+    "oracle:exact",
+    "oracle:bound",
+    "oracle:exact/group=layer",
+    "oracle:bound/group=head/budget=10%",
 ]
 
 PER_HEAD = (
