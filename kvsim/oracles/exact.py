@@ -38,7 +38,7 @@ def solve(problem: Problem) -> Priced:
     KvsimError
         If the program would be too large, or HiGHS fails.
     """
-    priced = price(problem, tolerance=1e-4)
+    priced = price(problem)
     if priced.bound <= priced.value or not priced.among.size:
         return priced
     part, allowed = options(problem, priced)
