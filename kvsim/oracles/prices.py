@@ -83,18 +83,16 @@ def rounding(problem: Problem, total: FloatArray) -> IntArray:
     if not sets:
         return last
     worth = np.concatenate([_future(problem, prompt[rows], total)[:, 1] for rows in _cut(prompt.size, sets + 1)])
-    alive = prompt[_top(worth, budget)]
-    ahead, rank = _future(problem, alive, total), np.empty(0)
+    first = prompt[_top(worth, budget)]
+    able = np.concatenate([first, np.flatnonzero((problem.born > 1) & (problem.born <= sets))])
+    ahead, alive = _future(problem, able, total), np.arange(first.size)
     for e in range(1, sets + 1):
         if e > 1:
-            born = np.flatnonzero(problem.born == e)
-            alive = np.concatenate([alive, born])
-            ahead = np.concatenate([ahead, _future(problem, born, total)])
+            alive = np.concatenate([alive, np.flatnonzero(problem.born[able] == e)])
             if alive.size > budget:
-                rank = ahead[:, e] - (problem.mass[alive, e - 1] - total[e - 1])
-                stay = _top(rank, budget)
-                alive, ahead = alive[stay], ahead[stay]
-        last[alive] = e
+                rank = ahead[alive, e] - (problem.mass[able[alive], e - 1] - total[e - 1])
+                alive = alive[_top(rank, budget)]
+        last[able[alive]] = e
     return last
 
 
