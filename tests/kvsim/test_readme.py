@@ -27,9 +27,12 @@ def test_the_first_screen_is_what_make_demo_prints(monkeypatch):
         assert line.rstrip() in README.splitlines()
 
 
-def test_the_trade_off_is_what_analyze_prints(monkeypatch):
+@pytest.mark.parametrize(
+    "command", ["analyze alpha", "replay --trace traces/samples/smollm2-needle-512 --policy oracle"]
+)
+def test_a_table_is_what_the_command_above_it_prints(monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "100")
-    words = re.search(r"kvsim (analyze alpha (?:.|\n)*?)\n```", README)[1].replace("\\\n", " ").split()
+    words = re.search(rf"kvsim ({command}(?:.|\n)*?)\n```", README)[1].replace("\\\n", " ").split()
     monkeypatch.chdir(ROOT)
     printed = CliRunner().invoke(app, words)
     assert printed.exit_code == 0
