@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from kvsim.plan import FloatArray, Groups, Plan, Redundancy, ScoreSource
 
-__all__ = ["attention_scores", "head_mean_scores", "independent_scores", "pooled", "ranking"]
+__all__ = ["attention_scores", "head_mean_scores", "independent_scores", "pooled", "ranking", "unit_vectors"]
 
 
 def attention_scores(
@@ -90,7 +90,7 @@ def independent_scores(
     layers, _, kv_heads = groups.members(group)
     values = source.values[layers, kv_heads][:, :, visible]
     if source.kind == "cosine":
-        unit = values / np.maximum(np.linalg.norm(values, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+        unit = unit_vectors(values)
         anchor = unit.mean(axis=2, keepdims=True)
         norm = np.linalg.norm(anchor, axis=-1)
         cosine = np.divide((unit * anchor).sum(-1), norm, out=np.zeros(unit.shape[:-1]), where=norm > 0)
@@ -140,6 +140,12 @@ def redundancy(source: Redundancy, groups: Groups, group: int, visible: npt.NDAr
     weights = np.exp(repeated - repeated.max(axis=-1, keepdims=True))
     shares: FloatArray = (weights / weights.sum(axis=-1, keepdims=True)).mean(axis=(0, 1))
     return shares
+
+
+def unit_vectors(values: FloatArray) -> FloatArray:
+    """Scale vectors along the last axis to length 1; zero stays zero."""
+    units: FloatArray = values / np.maximum(np.linalg.norm(values, axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+    return units
 
 
 def pooled(m: FloatArray, size: int) -> FloatArray:

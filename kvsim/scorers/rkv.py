@@ -3,12 +3,11 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-import numpy as np
-
 from kvsim.context import Context
 from kvsim.errors import PolicyError
 from kvsim.plan import Redundancy, ScoreSource
 from kvsim.scorers.base import Scorer, register
+from kvsim.scoring import unit_vectors
 
 
 @register
@@ -42,6 +41,5 @@ class RKVScore(Scorer):
 
     def source(self, context: Context) -> ScoreSource:
         """See `Scorer.source`."""
-        norms = np.linalg.norm(context.keys, axis=-1, keepdims=True)
-        units = context.keys / np.maximum(norms, np.finfo(np.float64).tiny)
-        return ScoreSource("attention", heads=self.heads, redundancy=Redundancy(units, self.mix, self.threshold))
+        redundancy = Redundancy(unit_vectors(context.keys), self.mix, self.threshold)
+        return ScoreSource("attention", heads=self.heads, redundancy=redundancy)
