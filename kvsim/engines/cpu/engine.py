@@ -13,13 +13,14 @@ import numpy.typing as npt
 from kvsim_traces import Trace
 
 from kvsim.engines.cpu.output import output_errors
-from kvsim.engines.cpu.raw import compare_evicted, compare_history, raw_sets
+from kvsim.engines.cpu.raw import compare, raw_sets
 from kvsim.engines.cpu.replay_fast import replay_fast
 from kvsim.engines.cpu.replay_many import replay_shared
 from kvsim.engines.cpu.replay_one import ATTENTION, BILINEAR, COSINE, STATIC, replay_group
 from kvsim.engines.cpu.rows import TokenRows, bounded, token_rows
 from kvsim.engines.outcome import METRICS, Mode, Outcome, Progress
 from kvsim.plan import Plan
+from kvsim.scoring import unit_vectors
 
 __all__ = ["is_plain", "run", "run_many"]
 
@@ -234,10 +235,8 @@ def _compare_with_raw(
     for g in range(plan.groups.count):
         sets, metrics["raw_churn"][g] = _RAW.get(trace, rows, plan, g)
         columns = metrics["raw_agreement"][g], metrics["raw_top_evicted"][g], metrics["newest_wronged"][g]
-        if history is None:
-            compare_evicted(sets, evicted_at[g], trace.prompt_length, *columns)
-        else:
-            compare_history(sets, history[g], trace.prompt_length, *columns)
+        own = np.zeros((0, 0), np.bool_) if history is None else history[g]
+        compare(sets, evicted_at[g], own, trace.prompt_length, *columns)
 
 
 def _over_groups(work: Callable[[int], None], count: int, steps: int, progress: Progress | None) -> None:
@@ -277,8 +276,7 @@ class _Source:
         vectors = score.values if score.kind == "bilinear" else None
         if score.kind == "cosine":
             assert score.values is not None
-            tiny = np.finfo(np.float64).tiny
-            vectors = score.values / np.maximum(np.linalg.norm(score.values, axis=-1, keepdims=True), tiny)
+            vectors = unit_vectors(score.values)
         return cls(score.weight, static, vectors, score.queries)
 
     def of_group(self, plan: Plan, g: int, heads: int) -> tuple[npt.NDArray[np.float64], ...]:

@@ -6,7 +6,7 @@ import numpy as np
 from kvsim.engines.cpu.half import load
 from kvsim.engines.cpu.select import kth_smallest
 
-__all__ = ["compare_evicted", "compare_history", "raw_sets"]
+__all__ = ["compare", "raw_sets"]
 
 
 @numba.njit(cache=True, nogil=True, fastmath={"reassoc"})
@@ -44,30 +44,14 @@ def raw_sets(data, bases, stride, scale, span, budget, prompt, sets):
 
 
 @numba.njit(cache=True, nogil=True)
-def compare_evicted(sets, evicted_at, prompt, agreement, missed, wronged):
-    """Compare raw sets with the retained sets of `evicted_at` [L], step by step."""
+def compare(sets, evicted_at, history, prompt, agreement, missed, wronged):
+    """Compare raw sets with retained ones, step by step: those of `evicted_at` [L], or of `history` [T, L] if any."""
+    shadow = history.size > 0
     for t in range(sets.shape[0]):
         both, raw, kept = 0, 0, 0
         for i in range(prompt + t + 1):
             in_raw = (sets[t, i >> 3] >> (i & 7)) & 1
-            in_kept = evicted_at[i] < 0 or evicted_at[i] > t + 1
-            raw += in_raw
-            kept += in_kept
-            both += in_raw and in_kept
-        agreement[t] = both / (raw + kept - both)
-        missed[t] = 1.0 - both / raw
-        # The last position looked at is the step's own.
-        wronged[t] = in_raw and not in_kept
-
-
-@numba.njit(cache=True, nogil=True)
-def compare_history(sets, history, prompt, agreement, missed, wronged):
-    """Compare raw sets with the shadow sets of `history` [T, L], step by step."""
-    for t in range(sets.shape[0]):
-        both, raw, kept = 0, 0, 0
-        for i in range(prompt + t + 1):
-            in_raw = (sets[t, i >> 3] >> (i & 7)) & 1
-            in_kept = history[t, i]
+            in_kept = history[t, i] if shadow else evicted_at[i] < 0 or evicted_at[i] > t + 1
             raw += in_raw
             kept += in_kept
             both += in_raw and in_kept
