@@ -8,8 +8,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kvsim.cli.output import ErrorGroup, console, print_json, progress_bar
-from kvsim.cli.replay import find_traces
+from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
+from kvsim.cli.output import ErrorGroup, console, print_json, progress_bar, say
 from kvsim.errors import KvsimError
 from kvsim.memory import Memory
 from kvsim.policy import parse
@@ -20,13 +20,6 @@ __all__ = ["app"]
 
 app = typer.Typer(cls=ErrorGroup, help="Measure what aggregation trades against what.", no_args_is_help=True)
 
-Traces = Annotated[
-    list[str] | None, typer.Option(metavar="DIR|GLOB", help="Trace directory, quoted glob, or URL; repeatable.")
-]
-More = Annotated[list[str] | None, typer.Argument(metavar="[TRACE]...", help="Traces, as after --trace.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
-
 
 @app.command()
 def alpha(
@@ -36,13 +29,8 @@ def alpha(
         list[str] | None,
         typer.Option(metavar="POLICY", help="Linear rule; repeatable. By default ema at six alphas, and cumulative."),
     ] = None,
-    compression_ratio: Annotated[
-        str | None,
-        typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED, in [0, 1); 0.9 unless --budget is given."),
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(metavar="TOKENS|PERCENT", help="Tokens to keep: 2048, or 10% of the prompt.")
-    ] = None,
+    compression_ratio: CompressionRatio = None,
+    budget: BudgetText = None,
     h: Annotated[int, typer.Option("--h", metavar="STEPS", help="Half width of the moving average.")] = 8,
     smoothed: Annotated[
         bool, typer.Option("--smoothed", help="Smooth the scores of synthetic recordings too.")
@@ -90,12 +78,11 @@ def alpha(
         _print(f"mean of {len(traces)} recordings, 95% bootstrap intervals", average, shown, names)
     _print_best([row for row in best if row["h"] == shown])
     how = "true utilities" if shown is None else f"u: scores averaged over h = {shown} steps to either side"
-    ratio = "" if chosen.keep_ratio is None else f" of the prompt (compression_ratio {1 - chosen.keep_ratio})"
-    _line(f"shadow mode: nothing is evicted; {how}; B: {chosen}{ratio or ' tokens'}")
+    say(f"shadow mode: nothing is evicted; {how}; {budget_note(chosen)}")
 
 
 def _print(title: str, rows: list[dict[str, Any]], h: int | None, names: dict[str, str]) -> None:
-    _line(title)
+    say(title)
     table = _table("policy")
     for part in PARTS:
         table.add_column(part, justify="right", no_wrap=True, vertical="bottom")
@@ -114,7 +101,7 @@ def _print(title: str, rows: list[dict[str, Any]], h: int | None, names: dict[st
 def _print_best(best: list[dict[str, Any]]) -> None:
     if not best:
         return
-    _line("alpha with the smallest")
+    say("alpha with the smallest")
     table = _table("policy")
     for part in PARTS:
         table.add_column(part, justify="right")
@@ -176,10 +163,6 @@ def _table(first: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column(first, overflow="fold", min_width=16, vertical="bottom")
     return table
-
-
-def _line(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _cell(value: float, low: float | None = None, high: float | None = None) -> str:

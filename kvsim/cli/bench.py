@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 
 from kvsim.bench import bench_large, bench_replay
+from kvsim.cli.options import AsJson, Quiet
 from kvsim.cli.output import ErrorGroup, console, print_json, progress_bar
 
 __all__ = ["app"]
@@ -30,8 +31,8 @@ def replay(
     large: Annotated[
         bool, typer.Option("--large", help="Instead, replay a 20 GB recording and report the peak memory.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Measure policy-steps a second beside a plain read of the same bytes, on one core."""
     if os.environ.get("OPENBLAS_NUM_THREADS") != "1" and not large:
@@ -65,8 +66,8 @@ def replay(
 @app.command()
 def trace(
     directory: Annotated[Path | None, typer.Option(help="Where to write the scratch recording.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Append to and read from a recording of [128, 30, 16, 4096] scores, beside a plain memory read."""
     scratch = tempfile.TemporaryDirectory(dir=directory, prefix="kvsim-bench-")

@@ -7,7 +7,8 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kvsim.cli.output import console, print_json
+from kvsim.cli.options import AsJson
+from kvsim.cli.output import console, print_json, say
 from kvsim.compare import DEFAULT_TOLERANCE, Comparison
 from kvsim.compare import compare as compare_files
 
@@ -23,7 +24,7 @@ def compare(
     tolerance: Annotated[
         float, typer.Option(metavar="X", help="Largest absolute difference at which two values agree.")
     ] = DEFAULT_TOLERANCE,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare the metrics of two files of results, for each trace, policy, mode and loop that both hold.
 
@@ -62,27 +63,27 @@ def _as_json(a: str, b: str, tolerance: float, found: Comparison) -> dict[str, A
 def _print(a: str, b: str, tolerance: float, found: Comparison) -> None:
     for side, path in zip("AB", (a, b), strict=True):
         facts = found.made_by["AB".index(side)]
-        _say(f"{side}: {path}, {_rows(facts['rows'])}; {_makers(facts)}")
+        say(f"{side}: {path}, {_rows(facts['rows'])}; {_makers(facts)}")
     for name, what in (("version", "versions"), ("engine", "engines"), ("engine_mode", "engine modes")):
         one, other = (facts[name] for facts in found.made_by)
         if one and other and one != other:
-            _say(f"different {what}: {', '.join(one)} in A, {', '.join(other)} in B")
+            say(f"different {what}: {', '.join(one)} in A, {', '.join(other)} in B")
     for side, only, metrics in zip("AB", found.only, found.only_metrics, strict=True):
         if metrics:
-            _say(f"metrics only in {side}: {', '.join(metrics)}")
+            say(f"metrics only in {side}: {', '.join(metrics)}")
         if only:
-            _say(f"only in {side}: {_rows(len(only))}")
+            say(f"only in {side}: {_rows(len(only))}")
             for key in only[:SHOWN]:
-                _say(f"  {key['policy']} on {key['trace']} ({key['mode']}, {key['loop']} loop)")
+                say(f"  {key['policy']} on {key['trace']} ({key['mode']}, {key['loop']} loop)")
             _say_more(len(only))
-    _say(f"in both: {_rows(found.common)}")
+    say(f"in both: {_rows(found.common)}")
 
     table = _table("metric", "rows", "largest |A - B|", "mean |A - B|", f"beyond {tolerance:g}")
     for name, spread in found.metrics.items():
         table.add_row(name, str(spread.rows), f"{spread.largest:.3g}", f"{spread.mean:.3g}", str(spread.beyond))
     console.print(table)
     if found.agree:
-        _say(f"all of them agree within {tolerance:g}")
+        say(f"all of them agree within {tolerance:g}")
         return
     table = _table("policy", "trace", "metric", "A", "B", "|A - B|")
     for row in found.differences[:SHOWN]:
@@ -112,10 +113,6 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _say(line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
 def _say_more(count: int) -> None:
     if count > SHOWN:
-        _say(f"  … and {count - SHOWN} more (--json lists them all)")
+        say(f"  … and {count - SHOWN} more (--json lists them all)")

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 
 from kvsim.errors import KvsimError
 
-__all__ = ["ErrorGroup", "console", "fail", "preview", "print_json", "progress_bar", "stderr"]
+__all__ = ["ErrorGroup", "console", "fail", "preview", "print_json", "progress_bar", "say", "stderr"]
 
 # A table in a pipe or a file gets room for its columns; a terminal decides for itself.
 console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
@@ -47,6 +47,11 @@ def fail(message: str) -> typer.Exit:
 def print_json(value: Any) -> None:
     """Print one JSON document to stdout."""
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def say(line: str, *, to: Console = console, style: str | None = None) -> None:
+    """Print a line as it is: no markup, no colours of its own, no wrapping."""
+    to.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def preview(trace: Trace, length: int = 120) -> str:

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kvsim.cli.output import console, print_json
+from kvsim.cli.options import AsJson
+from kvsim.cli.output import console, print_json, say
 from kvsim.errors import unknown_name
 from kvsim.grammar import format_part
 from kvsim.head import HEADS, Preset
@@ -20,7 +21,7 @@ __all__ = ["policies"]
 
 def policies(
     name: Annotated[str | None, typer.Argument(help="A policy, scorer or axis, or a whole policy string.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the policies, scorers and axes, or explain one: its arguments, its source, and what a preset expands to."""
     if name is None:
@@ -42,11 +43,11 @@ def policies(
         print_json(entries[0] if len(entries) == 1 else {"entries": entries})
         return
     for entry in entries:
-        console.print(f"{entry['name']} ({entry['kind']})", style="bold", highlight=False, markup=False, soft_wrap=True)
-        console.print(entry["doc"], highlight=False, markup=False, soft_wrap=True)
+        say(f"{entry['name']} ({entry['kind']})", style="bold")
+        say(entry["doc"])
         for key in ("values", "default", "example", "canonical", "expands_to"):
             if entry.get(key):
-                console.print(f"{key.replace('_', ' ')}: {entry[key]}", highlight=False, markup=False, soft_wrap=True)
+                say(f"{key.replace('_', ' ')}: {entry[key]}")
 
 
 def _axis_entry(name: str) -> dict[str, Any]:
@@ -94,4 +95,4 @@ def _print_list(entries: list[dict[str, Any]]) -> None:
     for name, axis in AXES.items():
         table.add_row(f"/{name}=", axis.values, axis.doc)
     console.print(table, highlight=False)
-    console.print("kvsim policies NAME explains one of them", markup=False)
+    say("kvsim policies NAME explains one of them")

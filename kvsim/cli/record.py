@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvsim.cli.output import console, preview, progress_bar, stderr
+from kvsim.cli.options import Quiet
+from kvsim.cli.output import preview, progress_bar, say, stderr
 from kvsim.errors import KvsimError
 
 __all__ = ["record"]
@@ -49,7 +50,7 @@ def record(
     ] = "sdpa",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by device if not given.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …; a GPU if there is one.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run a transformers model once and record what its KV cache was asked for.
 
@@ -75,7 +76,7 @@ def record(
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     if not quiet:
-        stderr.print(f"loading {model} …", highlight=False, markup=False, soft_wrap=True)
+        say(f"loading {model} …", to=stderr)
     with contextlib.redirect_stderr(io.StringIO()):
         network, tokenizer = load_model(model, dtype=dtype, device=device, attention=attention)
     with progress_bar(f"recording {out.name}", quiet=quiet) as advance:
@@ -108,7 +109,7 @@ def record(
     ]
     lines.append(f"text: {preview(trace)}")
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(line)
 
 
 def _read(file: str, option: str) -> str:

@@ -1,9 +1,7 @@
 """``kvsim replay``."""
 
-import glob
-import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from kvsim_traces import Trace, open_trace
@@ -12,14 +10,27 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsim.budget import Budget
-from kvsim.cli.output import console, print_json, progress_bar, stderr
-from kvsim.engines import DEFAULT_ENGINE, ENGINES, get_engine
+from kvsim.cli.options import (
+    AsJson,
+    BudgetText,
+    CompressionRatio,
+    EngineMode,
+    EngineName,
+    More,
+    Quiet,
+    Shadow,
+    Traces,
+    budget_note,
+    find_traces,
+)
+from kvsim.cli.output import console, print_json, progress_bar, say, stderr
+from kvsim.engines import DEFAULT_ENGINE, get_engine
 from kvsim.errors import KvsimError
 from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget, replay_many
 from kvsim.result import Result
 
-__all__ = ["find_traces", "replay"]
+__all__ = ["replay"]
 
 COLUMNS = {
     "budget": "B",
@@ -37,56 +48,21 @@ COLUMNS = {
 }
 
 
-def find_traces(patterns: list[str]) -> list[str]:
-    """Expand directories, globs and URLs into trace locations, in the order given and without repeats.
-
-    Raises
-    ------
-    KvsimError
-        If a pattern matches nothing, or only things that are not traces.
-    """
-    if not patterns:
-        raise KvsimError("name a recording: --trace DIR")
-    found: list[str] = []
-    for pattern in patterns:
-        if "://" in pattern or os.path.exists(pattern):
-            found.append(pattern)
-            continue
-        matches = sorted(glob.glob(pattern))
-        # Rows that replays keep beside a trace are no traces themselves.
-        own = [match for match in matches if not match.rstrip("/").endswith((".rows", ".tokens"))]
-        traces = [match for match in own if os.path.exists(os.path.join(match, "zarr.json"))]
-        if not traces:
-            state = "matches no trace directory" if matches else "no such trace directory"
-            raise KvsimError(f"{pattern}: {state}")
-        found += traces
-    return list(dict.fromkeys(found))
-
-
 def replay(
     policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
-    trace: Annotated[
-        list[str] | None, typer.Option(metavar="DIR|GLOB", help="Trace directory, quoted glob, or URL; repeatable.")
-    ] = None,
-    more: Annotated[list[str] | None, typer.Argument(metavar="[TRACE]...", help="Traces, as after --trace.")] = None,
-    compression_ratio: Annotated[
-        str | None,
-        typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED, in [0, 1); 0.9 unless --budget is given."),
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option(metavar="TOKENS|PERCENT", help="Tokens to keep: 2048, or 10% of the prompt.")
-    ] = None,
-    engine: Annotated[str, typer.Option(metavar="ENGINE", help=f"One of: {', '.join(ENGINES)}.")] = DEFAULT_ENGINE,
-    mode: Annotated[
-        Literal["exact", "fast"], typer.Option(help="Keep the layer order of the definition, or collapse it.")
-    ] = "exact",
-    shadow: Annotated[bool, typer.Option("--shadow", help="Evict nothing; rank all positions at every step.")] = False,
+    trace: Traces = None,
+    more: More = None,
+    compression_ratio: CompressionRatio = None,
+    budget: BudgetText = None,
+    engine: EngineName = DEFAULT_ENGINE,
+    mode: EngineMode = "exact",
+    shadow: Shadow = False,
     store_rows: Annotated[
         bool, typer.Option("--store-rows", help="Keep attention recomputed from queries and keys beside the trace.")
     ] = False,
     out: Annotated[Path | None, typer.Option(help="New directory for Parquet files of the results.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Replay policies on recordings and print what they kept and lost.
 
@@ -100,9 +76,11 @@ def replay(
     if out is not None and out.exists():
         raise KvsimError(f"--out {out}: exists already; name a new directory")
     traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
-    for recording in traces:
-        for wanted in policies:
-            wanted.with_budget(chosen).plan(recording)
+    if store_rows or len(traces) > 1:
+        # All of them before anything is written or run; for a single recording the replay itself does so.
+        for recording in traces:
+            for wanted in policies:
+                wanted.with_budget(chosen).plan(recording)
     if store_rows:
         for recording in traces:
             if recording.capture in ("qk", "qkv"):
@@ -125,14 +103,13 @@ def replay(
         own = results[index * len(policies) : (index + 1) * len(policies)]
         _print_table(recording, policies, own, chosen)
     if out is not None:
-        stderr.print(f"wrote {out}", highlight=False, markup=False, soft_wrap=True)
+        say(f"wrote {out}", to=stderr)
 
 
 def _print_table(trace: Trace, policies: list[Policy], results: list[Result], budget: Budget) -> None:
     notes = ["shadow mode: nothing is evicted" if results[0].mode == "shadow" else "irreversible", "open loop"]
     if any(policy.budget is None and policy.head.name != "full" for policy in policies):
-        ratio = "" if budget.keep_ratio is None else f" of the prompt (compression_ratio {1 - budget.keep_ratio})"
-        notes.append(f"B: {budget}{'' if ratio else ' tokens'}{ratio}")
+        notes.append(budget_note(budget))
     if any(result.approximate for result in results):
         notes.append("~ scores are head means, not renormalised over what is visible: approximate")
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
@@ -146,15 +123,12 @@ def _print_table(trace: Trace, policies: list[Policy], results: list[Result], bu
     for policy, row in zip(policies, rows, strict=True):
         cells = [_cell(name, row[name]) for name in shown]
         table.add_row(Text(("~ " if row["approximate"] else "") + str(policy)), *cells)
-    console.print(
+    say(
         f"{trace.path.name}: prompt {trace.prompt_length}, steps {trace.num_steps}, "
-        f"{len(trace.eligible_layers)} layers, {trace.num_heads} heads ({trace.num_kv_heads} KV)",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"{len(trace.eligible_layers)} layers, {trace.num_heads} heads ({trace.num_kv_heads} KV)"
     )
     console.print(table, highlight=False)
-    console.print("; ".join(notes), highlight=False, markup=False, soft_wrap=True)
+    say("; ".join(notes))
 
 
 def _cell(name: str, value: float | None) -> str:

@@ -2,13 +2,13 @@
 
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from kvsim.cli.output import console, print_json, progress_bar
-from kvsim.cli.replay import find_traces
-from kvsim.engines import DEFAULT_ENGINE, ENGINES
+from kvsim.cli.options import EngineMode, EngineName, Quiet, Shadow, find_traces
+from kvsim.cli.output import print_json, progress_bar, say
+from kvsim.engines import DEFAULT_ENGINE
 from kvsim.grid import parse_settings
 from kvsim.sweep import run_sweep
 
@@ -35,11 +35,9 @@ def sweep(
             "repeatable: every combination runs. A comma within a value is written %2C.",
         ),
     ] = None,
-    engine: Annotated[str, typer.Option(metavar="ENGINE", help=f"One of: {', '.join(ENGINES)}.")] = DEFAULT_ENGINE,
-    mode: Annotated[
-        Literal["exact", "fast"], typer.Option(help="Keep the layer order of the definition, or collapse it.")
-    ] = "exact",
-    shadow: Annotated[bool, typer.Option("--shadow", help="Evict nothing; rank all positions at every step.")] = False,
+    engine: EngineName = DEFAULT_ENGINE,
+    mode: EngineMode = "exact",
+    shadow: Shadow = False,
     shadow_churn: Annotated[
         bool,
         typer.Option(
@@ -51,7 +49,7 @@ def sweep(
         int | None, typer.Option(metavar="N", min=1, help="Worker threads; one for each core by default.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows and counts as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Replay every combination of policies and settings on every recording, into one Parquet file.
 
@@ -89,10 +87,7 @@ def sweep(
     if as_json:
         print_json({**facts, "results": done.rows})
         return
-    console.print(
+    say(
         f"wrote {out}: {done.num_policies} policies x {done.num_traces} traces, {done.num_run} replayed, "
-        f"{done.num_found} found there, {facts['seconds']:.1f} s",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"{done.num_found} found there, {facts['seconds']:.1f} s"
     )

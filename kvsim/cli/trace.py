@@ -9,7 +9,8 @@ from kvsim_traces import describe, export_npz, import_npz, open_trace, repair_tr
 from rich.table import Table
 from rich.text import Text
 
-from kvsim.cli.output import ErrorGroup, console, preview, print_json, progress_bar
+from kvsim.cli.options import AsJson, Quiet
+from kvsim.cli.output import ErrorGroup, console, preview, print_json, progress_bar, say
 from kvsim.errors import KvsimError
 
 __all__ = ["app"]
@@ -17,8 +18,6 @@ __all__ = ["app"]
 app = typer.Typer(cls=ErrorGroup, help="Look at, check, mend, import and export recordings.", no_args_is_help=True)
 
 TraceDir = Annotated[str, typer.Argument(metavar="TRACE", help="Trace directory.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
@@ -95,10 +94,8 @@ def verify(trace: TraceDir, as_json: AsJson = False, quiet: Quiet = False) -> No
         print_json({"ok": report.ok, "problems": report.problems})
     else:
         for problem in report.problems:
-            console.print(problem, highlight=False, markup=False, soft_wrap=True)
-        console.print(
-            f"{trace}: {'ok' if report.ok else 'damaged or incomplete'}", highlight=False, markup=False, soft_wrap=True
-        )
+            say(problem)
+        say(f"{trace}: {'ok' if report.ok else 'damaged or incomplete'}")
     if not report.ok:
         raise typer.Exit(2)
 
@@ -119,7 +116,7 @@ def repair(
         print_json({"ok": report.ok, "actions": report.actions, "problems": report.problems})
     else:
         for line in [*report.actions, *report.problems] or [f"{trace}: nothing to repair"]:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(line)
     if not report.ok:
         raise typer.Exit(2)
 
@@ -137,11 +134,9 @@ def import_(
     """
     with progress_bar(f"importing {file}", quiet=quiet) as advance:
         trace = import_npz(file, out, progress=advance)
-    console.print(
-        f"wrote {out}: {trace.num_steps} steps, capture {trace.capture}", highlight=False, markup=False, soft_wrap=True
-    )
+    say(f"wrote {out}: {trace.num_steps} steps, capture {trace.capture}")
     for note in trace.manifest.notes:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        say(f"note: {note}")
 
 
 @app.command()
@@ -153,7 +148,7 @@ def export(
     """Write a recording as a plain .npz that `kvsim trace import` reads back."""
     with progress_bar(f"exporting {trace}", quiet=quiet) as advance:
         export_npz(open_trace(trace), out, progress=advance)
-    console.print(f"wrote {out}", highlight=False, markup=False, soft_wrap=True)
+    say(f"wrote {out}")
 
 
 @app.command()
@@ -190,4 +185,4 @@ def synth(
     spec = Synthetic(kind, prompt, steps, layers, heads, noise, drift, shift_at, seed)
     with progress_bar(f"writing {out}", quiet=quiet) as advance:
         write_synthetic(spec, out, progress=advance)
-    console.print(f"wrote {out}: {kind}, prompt {prompt}, {steps} steps", highlight=False, markup=False, soft_wrap=True)
+    say(f"wrote {out}: {kind}, prompt {prompt}, {steps} steps")

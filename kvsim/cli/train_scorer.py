@@ -9,8 +9,8 @@ from rich import box
 from rich.table import Table
 
 from kvsim.bilinear import save_scorer
-from kvsim.cli.output import console, print_json, progress_bar
-from kvsim.cli.replay import find_traces
+from kvsim.cli.options import AsJson, Quiet, find_traces
+from kvsim.cli.output import console, print_json, progress_bar, say
 from kvsim.distill import Settings, train
 from kvsim.errors import KvsimError
 
@@ -36,8 +36,8 @@ def train_scorer(
     ] = _DEFAULT.held_out,
     seed: Annotated[int, typer.Option(help="Seed of the matrices and of the draws.")] = _DEFAULT.seed,
     device: Annotated[str, typer.Option(help="Where torch computes: cpu, cuda, …")] = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Learn a bilinear scorer from recorded attention, and report how it ranks the steps held out.
 
@@ -80,12 +80,7 @@ def train_scorer(
         table.add_row(f"{row['layer']}", *(_cell(row[name]) for name in facts))
     table.add_row("mean", *(_cell(value) for value in facts.values()))
     console.print(table)
-    console.print(
-        f"wrote {out}: {scorer.num_parameters:,} parameters; loss {first:.4f} -> {last:.4f}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    say(f"wrote {out}: {scorer.num_parameters:,} parameters; loss {first:.4f} -> {last:.4f}")
 
 
 def _cell(value: float | None) -> str:
