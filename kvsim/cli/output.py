@@ -9,13 +9,15 @@ from typing import Any
 
 import typer
 from kvsim_traces import Trace, TraceError
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from typer.core import TyperGroup
 
 from kvsim.errors import KvsimError
 
-__all__ = ["ErrorGroup", "console", "fail", "preview", "print_json", "progress_bar", "say", "stderr"]
+__all__ = ["ErrorGroup", "console", "fail", "narrow_table", "preview", "print_json", "progress_bar", "say", "stderr"]
 
 # A table in a pipe or a file gets room for its columns; a terminal decides for itself.
 console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
@@ -52,6 +54,13 @@ def print_json(value: Any) -> None:
 def say(line: str, *, to: Console = console, style: str | None = None) -> None:
     """Print a line as it is: no markup, no colours of its own, no wrapping."""
     to.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def narrow_table(first: str) -> Table:
+    """Give an empty table whose first column, `first`, folds where the others need the room."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column(first, overflow="fold", min_width=16, vertical="bottom")
+    return table
 
 
 def preview(trace: Trace, length: int = 120) -> str:

@@ -1,27 +1,21 @@
-"""``kvsim analyze``: what aggregation trades against what."""
+"""``kvsim analyze alpha``: what aggregation trades against what."""
 
 from typing import Annotated, Any
 
 import typer
 from kvsim_traces import open_trace
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
-from kvsim.cli.output import ErrorGroup, console, print_json, progress_bar, say
+from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
 from kvsim.errors import KvsimError
-from kvsim.memory import Memory
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
 from kvsim.tradeoff import DEFAULT_H, DEFAULT_POLICIES, PARTS, TradeOff
 
-__all__ = ["app"]
-
-app = typer.Typer(cls=ErrorGroup, help="Measure what aggregation trades against what.", no_args_is_help=True)
+__all__ = ["alpha"]
 
 
-@app.command()
 def alpha(
     trace: Traces = None,
     more: More = None,
@@ -83,7 +77,7 @@ def alpha(
 
 def _print(title: str, rows: list[dict[str, Any]], h: int | None, names: dict[str, str]) -> None:
     say(title)
-    table = _table("policy")
+    table = narrow_table("policy")
     for part in PARTS:
         table.add_column(part, justify="right", no_wrap=True, vertical="bottom")
     others = sorted({row["h"] for row in rows} - {h})
@@ -102,67 +96,13 @@ def _print_best(best: list[dict[str, Any]]) -> None:
     if not best:
         return
     say("alpha with the smallest")
-    table = _table("policy")
+    table = narrow_table("policy")
     for part in PARTS:
         table.add_column(part, justify="right")
     for row in best:
         cells = ["any" if row[part] == row["alphas"] else ", ".join(f"{a:g}" for a in row[part]) for part in PARTS]
         table.add_row(Text(row["policy"]), *cells)
     console.print(table, highlight=False)
-
-
-@app.command()
-def memory(
-    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Linear rule such as ema:0.8; repeatable.")],
-    layers: Annotated[int | None, typer.Option(metavar="K", help="Layers of the model.")] = None,
-    trace: Annotated[str | None, typer.Option(metavar="DIR", help="Recording to take layers and steps from.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Say how far back a linear rule remembers: in steps, in layers, and its state's share of earlier steps.
-
-    A horizon is the sum of the weights in the state over the largest of them.
-    With K = 32 layers and alpha 0.8 the previous step's weight is 0.8^32 = 0.0008.
-
-    Example: kvsim analyze memory --policy ema:0.8 --policy ema:0.8,over=step --layers 32
-    """
-    from kvsim.memory import memory as measure
-
-    if (layers is None) == (trace is None):
-        raise KvsimError("give either --layers K or --trace DIR")
-    steps = None
-    if trace is not None:
-        locations = find_traces([trace])
-        if len(locations) > 1:
-            raise KvsimError(f"--trace {trace}: matches {len(locations)} recordings; name one")
-        recording = open_trace(locations[0])
-        layers, steps = len(recording.eligible_layers), recording.num_steps
-    assert layers is not None
-    found = [measure(text, layers, steps=steps) for text in policy]
-    if as_json:
-        print_json({"results": [one.summary() for one in found]})
-        return
-    _print_memory(found, steps)
-
-
-def _print_memory(found: list[Memory], steps: int | None) -> None:
-    names = ["layers", "previous step's\nweight", "horizon,\nsteps", "horizon,\nlayers", "last layer's\nshare"]
-    names += ["earlier steps'\nshare"] + [f"after\n{steps} steps"] * (steps is not None)
-    table = _table("policy")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
-    for one in found:
-        numbers = [one.step_decay, one.horizon_steps, one.horizon_layers, one.last_layer_share, one.earlier_share]
-        cells = ["unbounded" if value is None else f"{value:.4g}" for value in numbers]
-        if one.earlier_share_last is not None:
-            cells.append(f"{one.earlier_share_last:.4g}")
-        table.add_row(Text(one.policy), str(one.layers), *cells)
-    console.print(table, highlight=False)
-
-
-def _table(first: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column(first, overflow="fold", min_width=16, vertical="bottom")
-    return table
 
 
 def _cell(value: float, low: float | None = None, high: float | None = None) -> str:

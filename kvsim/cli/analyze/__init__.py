@@ -1,0 +1,13 @@
+"""``kvsim analyze``: one file for each question."""
+
+import typer
+
+from kvsim.cli.analyze.alpha import alpha
+from kvsim.cli.analyze.memory import memory
+from kvsim.cli.output import ErrorGroup
+
+__all__ = ["app"]
+
+app = typer.Typer(cls=ErrorGroup, help="Measure what aggregation trades against what.", no_args_is_help=True)
+app.command()(alpha)
+app.command()(memory)
