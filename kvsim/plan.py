@@ -6,6 +6,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvsim.control import Control
+
 __all__ = ["GROUP_KINDS", "FloatArray", "GroupKind", "Groups", "Plan", "Redundancy", "ScoreSource"]
 
 GroupKind = Literal["shared", "layer", "head"]
@@ -177,6 +179,8 @@ class Plan:
     rescue : array of int or None
         [G] unprotected positions that the first eviction after a step protects for good: those with the highest score
         of any single layer of the group at the last scored step.
+    control : Control or None
+        Chooses `a` and `b` of each scored step while the plan runs; those given here are where it starts.
     bound : float or None
         No schedule within the budgets has a higher kept mass; known to the plans of an oracle. Engines do not read it.
     """
@@ -198,6 +202,7 @@ class Plan:
     pool: int = 1
     batch: float = 0.0
     rescue: npt.NDArray[np.int64] | None = None
+    control: Control | None = None
     bound: float | None = None
 
     def target(self, group: int, visible: int) -> int:

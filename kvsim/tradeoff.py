@@ -162,7 +162,7 @@ def _linear(policy: Policy, plan: Plan) -> Plan:
         why = "ranks by more than one linear recurrence over scores"
     elif plan.evicts[0] or not plan.evicts[1:].all() or plan.batch:
         why = "does not evict after every step"
-    elif not ((plan.a == plan.a[0]).all() and (plan.b == plan.b[0]).all()):
+    elif plan.control is not None or not ((plan.a == plan.a[0]).all() and (plan.b == plan.b[0]).all()):
         why = "changes its weights from step to step"
     if why is not None:
         raise PolicyError(f"{policy}: {why}; the trade-off is that of a linear rule (single, cumulative, ema)")

@@ -25,7 +25,7 @@ Safeguard = Literal["mix", "minimum"]
 
 @register
 @dataclass(frozen=True)
-class Adaptive(Rule):
+class AdaHead(Rule):
     """Head budgets by where a layer's highest prompt scores lie; a head then keeps its own highest.
 
     Attributes
@@ -42,7 +42,7 @@ class Adaptive(Rule):
         highest scores up to `floor` are taken first, and the pool divides the rest.
     """
 
-    name: ClassVar[str] = "adaptive"
+    name: ClassVar[str] = "adahead"
     size: int = 0
     pool: int = field(default=1, kw_only=True)
     floor: float = field(default=0.2, kw_only=True)
@@ -50,25 +50,25 @@ class Adaptive(Rule):
 
     def __post_init__(self) -> None:
         if self.size < 0:
-            raise PolicyError(f"size of 'adaptive' must be 0 or more, got {self.size}")
+            raise PolicyError(f"size of 'adahead' must be 0 or more, got {self.size}")
         if self.size:
             Window(self.size, pool=self.pool)
         elif self.pool != 1:
-            raise PolicyError("pool of 'adaptive' needs a window, as in adaptive:64,pool=5")
+            raise PolicyError("pool of 'adahead' needs a window, as in adahead:64,pool=5")
         if not 0 <= self.floor <= 1:
-            raise PolicyError(f"floor of 'adaptive' must be in [0, 1], got {self.floor}")
+            raise PolicyError(f"floor of 'adahead' must be in [0, 1], got {self.floor}")
 
     def plan(self, context: Context) -> Plan:
         """See `Rule.plan`."""
         if context.groups.kind != "head":
-            raise PolicyError(f"{context.policy}: 'adaptive' divides a layer's budget among its heads; use group=head")
+            raise PolicyError(f"{context.policy}: 'adahead' divides a layer's budget among its heads; use group=head")
         if self.size:
             plan = Window(self.size, pool=self.pool, start="prompt").plan(context)
             scores = rank(plan)
         else:
             plan = Single().plan(context)
             if plan.score.needs_query:
-                raise PolicyError(f"{context.policy}: ranking by attention needs a window, as in adaptive:64")
+                raise PolicyError(f"{context.policy}: ranking by attention needs a window, as in adahead:64")
             # Heads are compared with each other: a shift of each head by its own minimum must not count.
             source, prompt = replace(plan.score, signed=False), np.arange(context.prompt_length)
             scores = np.stack([independent_scores(source, plan.groups, g, prompt)[0] for g in range(plan.groups.count)])
@@ -95,7 +95,7 @@ class AdaKV(Preset):
     window_size, kernel : int
         As for `snapkv`, which alone has them.
     floor, safeguard
-        As for `adaptive`; ``mix`` is what public copies of the authors' code do, ``minimum`` what kvpress does.
+        As for `adahead`; ``mix`` is what public copies of the authors' code do, ``minimum`` what kvpress does.
     """
 
     name: ClassVar[str] = "adakv"
@@ -114,9 +114,9 @@ class AdaKV(Preset):
     def expand(self) -> Policy:
         """See `Preset.expand`."""
         if self.base == "snapkv":
-            rule = Adaptive(self.window_size, pool=self.kernel, floor=self.floor, safeguard=self.safeguard)
+            rule = AdaHead(self.window_size, pool=self.kernel, floor=self.floor, safeguard=self.safeguard)
             return Policy(rule, group="head", when=When("prefill"))
-        rule = Adaptive(floor=self.floor, safeguard=self.safeguard)
+        rule = AdaHead(floor=self.floor, safeguard=self.safeguard)
         return Policy(rule, score=Expected(), group="head", when=When("prefill"))
 
 
@@ -134,7 +134,7 @@ def head_budgets(
     floor : float
         Share of `budget` that every head keeps.
     safeguard : {"mix", "minimum"}
-        How `floor` acts; see `Adaptive`.
+        How `floor` acts; see `AdaHead`.
     protected : int
         Tokens that every head keeps beside those.
     """

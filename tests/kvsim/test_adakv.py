@@ -69,8 +69,8 @@ def test_a_layer_keeps_its_budget_and_each_head_its_own_highest(tmp_path, text):
 def test_the_whole_pool_without_a_floor(tmp_path):
     """Without a floor a layer keeps exactly its highest Hk * B scores, wherever they are."""
     trace = write_trace(tmp_path / "t", prompt=60, layers=2, kv_heads=2, seed=6)
-    plan = kvsim.parse("adaptive:0,floor=0/score=expected/group=head/when=prefill/budget=15").plan(trace)
-    result = kvsim.replay(trace, "adaptive:0,floor=0/score=expected/group=head/when=prefill", budget=15)
+    plan = kvsim.parse("adahead:0,floor=0/score=expected/group=head/when=prefill/budget=15").plan(trace)
+    result = kvsim.replay(trace, "adahead:0,floor=0/score=expected/group=head/when=prefill", budget=15)
     for layer in range(2):
         pool = plan.score.values[layer, :, :60]
         kept = np.zeros(pool.shape, bool)
@@ -82,7 +82,7 @@ def test_the_whole_pool_without_a_floor(tmp_path):
 def test_heads_are_compared_by_what_they_score_not_by_their_own_minimum(tmp_path):
     """Key norms are negative and shifted head by head for the recurrence; the pool must see them as they are."""
     trace = write_trace(tmp_path / "t", prompt=60, layers=1, kv_heads=2, seed=7)
-    result = kvsim.replay(trace, "adaptive:0,floor=0/score=knorm/group=head/when=prefill", budget=15)
+    result = kvsim.replay(trace, "adahead:0,floor=0/score=knorm/group=head/when=prefill", budget=15)
     norms = np.linalg.norm(trace.keys(0)[:, :60], axis=-1)
     cut = np.sort(norms.ravel())[30]
     assert result.plan.budgets.tolist() == (norms < cut).sum(axis=1).tolist()
@@ -91,17 +91,17 @@ def test_heads_are_compared_by_what_they_score_not_by_their_own_minimum(tmp_path
 def test_refusals(tmp_path):
     trace = write_trace(tmp_path / "t")
     for text, message in [
-        ("adaptive:-1", "size of 'adaptive'"),
-        ("adaptive:4,pool=2", "odd"),
-        ("adaptive:0,pool=3", "needs a window"),
-        ("adaptive:4,floor=1.5", r"floor of 'adaptive' must be in \[0, 1\]"),
+        ("adahead:-1", "size of 'adahead'"),
+        ("adahead:4,pool=2", "odd"),
+        ("adahead:0,pool=3", "needs a window"),
+        ("adahead:4,floor=1.5", r"floor of 'adahead' must be in \[0, 1\]"),
         ("adakv:snapkv,window_size=0", "window_size of 'adakv'"),
         ("adakv:snapkv,floor=-0.1", "floor"),
         ("adakv:expected,kernel=7", "belong to adakv:snapkv"),
         ("adakv:h2o", "unknown base of 'adakv' 'h2o'"),
         ("adakv:snapkv,window_size=6/group=layer", "use group=head"),
-        ("adaptive:0/group=head", "needs a window, as in adaptive:64"),
-        ("adaptive:4/score=knorm/group=head", "does not combine with score="),
+        ("adahead:0/group=head", "needs a window, as in adahead:64"),
+        ("adahead:4/score=knorm/group=head", "does not combine with score="),
     ]:
         with pytest.raises(kvsim.PolicyError, match=message):
             kvsim.replay(trace, text, budget=9)

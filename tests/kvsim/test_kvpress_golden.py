@@ -60,7 +60,7 @@ SAME = {
     "tova": "window:1,start=prompt/group=layer/when=prefill",
     "expected": f"single/{EXPECTED}",
     "expected_plain": "single/score=expected:n_future=64,n_sink=0,vnorm=false/group=head/when=prefill",
-    "adakv_expected": f"adaptive:0,safeguard=minimum/{EXPECTED}",
+    "adakv_expected": f"adahead:0,safeguard=minimum/{EXPECTED}",
 }
 
 
@@ -185,7 +185,7 @@ def test_adakv_divides_a_layer_as_kvpress_does(case, ratio):
 @pytest.mark.parametrize("case", CASES)
 def test_adakv_mixes_the_floor_in_where_kvpress_takes_a_minimum(traces, case, ratio):
     want = golden(case, "adakv_expected", ratio).sum(-1)
-    own = kept_by_kvsim(traces[case], f"adaptive:0/{EXPECTED}", compression_ratio=ratio).sum(-1)
+    own = kept_by_kvsim(traces[case], f"adahead:0/{EXPECTED}", compression_ratio=ratio).sum(-1)
     assert np.array_equal(own.sum(-1), want.sum(-1))
     even = want.mean(-1, keepdims=True)
     assert (np.abs(own - even) <= np.abs(want - even)).all(), "mixed budgets are nearer to even ones"

@@ -19,6 +19,7 @@ from kvsim.engines.cpu.replay_many import replay_shared
 from kvsim.engines.cpu.replay_one import ATTENTION, BILINEAR, COSINE, STATIC, replay_group
 from kvsim.engines.cpu.rows import TokenRows, bounded, token_rows
 from kvsim.engines.outcome import METRICS, Mode, Outcome, Progress
+from kvsim.engines.reference import settle
 from kvsim.plan import Plan
 from kvsim.scoring import unit_vectors
 
@@ -49,6 +50,7 @@ def run(
     measure : bool
         Whether the fast mode computes the kept mass where nothing else needs it.
     """
+    plan = settle(trace, plan, shadow=shadow)
     rows = token_rows(trace)
     groups, steps, positions = plan.groups, trace.num_steps, trace.num_positions
     evicted_at = np.full((groups.count, positions), -1, dtype=np.int32)
@@ -157,7 +159,7 @@ def is_plain(plan: Plan) -> bool:
 
 
 def _fits_one_pass(plan: Plan) -> bool:
-    constant = bool((plan.a == plan.a[:1]).all() and (plan.b == plan.b[:1]).all())
+    constant = plan.control is None and bool((plan.a == plan.a[:1]).all() and (plan.b == plan.b[:1]).all())
     return plan.groups.kind == "shared" and is_plain(plan) and constant
 
 
