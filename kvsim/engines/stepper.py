@@ -29,11 +29,15 @@ class Step:
         [G, L0+T]: R_{t-1}.
     ties : array of int
         [G] positions on both sides of the cut with the float32 state of the cut.
+    margins : array
+        [G] how far the lowest state kept lies above the highest one lost, over the larger of the two; infinite where
+        nothing is lost.
     """
 
     visible: BoolArray
     before: BoolArray
     ties: npt.NDArray[np.int64]
+    margins: FloatArray
 
 
 class Stepper:
@@ -115,18 +119,18 @@ class Stepper:
             for g in range(groups):
                 if seen[g].size > 1:
                     self.state[g, n - 1] = self.state[g, seen[g][:-1]].mean()
-        ties = np.zeros(groups, dtype=np.int64)
+        ties, margins = np.zeros(groups, dtype=np.int64), np.full(groups, np.inf)
         for g in range(groups):
             over = seen[g].size > plan.budgets[g]
             if over and (self.shadow or plan.evicts[t]):
                 self._rescue(g, seen[g])
             if self.shadow:
-                ties[g] = self._keep(g, seen[g], int(plan.budgets[g]))
+                ties[g], margins[g] = self._keep(g, seen[g], int(plan.budgets[g]))
             elif plan.evicts[t] and over:
-                ties[g] = self._evict(g, t, seen[g], plan.target(g, seen[g].size))
+                ties[g], margins[g] = self._evict(g, t, seen[g], plan.target(g, seen[g].size))
             else:
                 self.retained[g] = marks[g]
-        return Step(marks, before, ties)
+        return Step(marks, before, ties, margins)
 
     def _scores(self, g: int, t: int, rows: FloatArray, visible: npt.NDArray[np.intp]) -> FloatArray:
         plan = self.plan
@@ -156,13 +160,13 @@ class Stepper:
             free = visible[~_protected(visible, plan, g)]
             self._guarded[g] = top(self._peak[g], free, int(plan.rescue[g]), self.state.shape[1])
 
-    def _evict(self, g: int, t: int, visible: npt.NDArray[np.intp], stay: int) -> int:
-        ties = self._keep(g, visible, stay)
+    def _evict(self, g: int, t: int, visible: npt.NDArray[np.intp], stay: int) -> tuple[int, float]:
+        cut = self._keep(g, visible, stay)
         self.evicted_at[g, visible[~self.retained[g, visible]]] = t
-        return ties
+        return cut
 
-    def _keep(self, g: int, visible: npt.NDArray[np.intp], stay: int) -> int:
-        """Retain `stay` of `visible`: protected first, then by float32 rank, then the newest; count ties."""
+    def _keep(self, g: int, visible: npt.NDArray[np.intp], stay: int) -> tuple[int, float]:
+        """Retain `stay` of `visible`: protected first, then by float32 rank, then the newest; give ties and margin."""
         plan, guarded = self.plan, self._guarded[g]
         kept = np.zeros(self.state.shape[1], dtype=np.bool_)
         rank = np.zeros(self.state.shape[1])
@@ -174,15 +178,16 @@ class Stepper:
         self.retained[g] = kept
         if room >= free.size:
             self.retained[g, free] = True
-            return 0
+            return 0, np.inf
         chosen = top(rank, free, room, kept.size)
         self.retained[g] |= chosen
         if room <= 0:
-            return 0
-        lost = free[~chosen[free]]
-        cut = rank[lost].astype(np.float32).max()
-        tied = rank[free].astype(np.float32) == cut
-        return int(tied.sum()) if bool(tied[chosen[free]].any()) else 0
+            return 0, np.inf
+        lost, lowest = float(rank[free[~chosen[free]]].max()), float(rank[free[chosen[free]]].min())
+        tied = rank[free].astype(np.float32) == np.float32(lost)
+        ties = int(tied.sum()) if bool(tied[chosen[free]].any()) else 0
+        gap, size = lowest - lost, max(abs(lost), abs(lowest))
+        return ties, gap / size if size else 0.0
 
 
 def top(m: FloatArray, among: npt.NDArray[np.intp], count: int, positions: int) -> BoolArray:

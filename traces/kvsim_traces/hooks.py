@@ -53,6 +53,8 @@ class AttentionCall:
 
 
 Observer = Callable[[AttentionCall], None]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Query, key, value and mask of an attention call."""
 _observer: ContextVar[Observer | None] = ContextVar("kvsim_attention_observer", default=None)
 
 
@@ -115,9 +117,33 @@ def observed(model: torch.nn.Module, observer: Observer) -> Iterator[None]:
 
 def _twin(base: str) -> str:
     """Register the observing twin of an attention implementation and return its name."""
-    if base.startswith(_PREFIX):
-        return base
-    name = _PREFIX + base
+    return base if base.startswith(_PREFIX) else register_twin(base, _PREFIX, _show)
+
+
+def _show(module: torch.nn.Module, tensors: Tensors, options: dict[str, Any]) -> None:
+    observer = _observer.get()
+    if observer is not None:
+        observer(_call(module, *tensors, options))
+
+
+def register_twin(base: str, prefix: str, before: Callable[[torch.nn.Module, Tensors, dict[str, Any]], Any]) -> str:
+    """Register an attention implementation that asks `before`, and runs another one where that gives None.
+
+    Parameters
+    ----------
+    base : str
+        The implementation to run: "sdpa", "eager", ...
+    prefix : str
+        What its name gets in front.
+    before : callable
+        Called with the attention module, (query, key, value, attention_mask) and the call's keyword arguments.
+
+    Returns
+    -------
+    str
+        The new name. The base's mask function is registered under it too.
+    """
+    name = prefix + base
 
     def forward(
         module: torch.nn.Module,
@@ -128,9 +154,9 @@ def _twin(base: str) -> str:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        observer = _observer.get()
-        if observer is not None:
-            observer(_call(module, query, key, value, attention_mask, kwargs))
+        own = before(module, (query, key, value, attention_mask), kwargs)
+        if own is not None:
+            return own
         # The flash functions read the implementation's name from the config to choose their kernel.
         config = module.config
         twin, config._attn_implementation_internal = config._attn_implementation_internal, base

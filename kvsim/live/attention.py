@@ -1,0 +1,153 @@
+"""A model's attention in our hands: who may see what, and what the queries looked at."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from kvsim_traces.hooks import Tensors, implementation_set, register_twin
+
+from kvsim.errors import KvsimError
+
+__all__ = ["Call", "Watcher", "masked_attention", "watched"]
+
+_PREFIX = "kvsim_live_"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer's attention function.
+
+    Attributes
+    ----------
+    module : torch.nn.Module
+        The attention layer.
+    query : Tensor [batch, H, q, d]
+        Post-RoPE queries.
+    key, value : Tensor [batch, Hk, n, d]
+        What the cache returned, the new ones last.
+    mask : Tensor or None
+        The model's own mask.
+    scaling : float
+    softcap : float or None
+    sliding_window : int or None
+    sink_logits : Tensor [H] or None
+    """
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    scaling: float
+    softcap: float | None
+    sliding_window: int | None
+    sink_logits: torch.Tensor | None
+
+    @property
+    def layer(self) -> int:
+        """Which of the model's layers it is."""
+        return int(self.module.layer_idx)
+
+
+class Watcher(Protocol):
+    """Whoever answers a model's attention calls."""
+
+    def attend(self, call: Call) -> torch.Tensor | None:
+        """Give the output [batch, q, H, d], or None to have the model's own attention run."""
+
+
+_watcher: ContextVar[Watcher | None] = ContextVar("kvsim_live_watcher", default=None)
+
+
+@contextmanager
+def watched(model: torch.nn.Module, watcher: Watcher) -> Iterator[None]:
+    """Have `watcher` answer every attention call that the model makes inside the block.
+
+    Raises
+    ------
+    KvsimError
+        If the model has layers that are not standard attention.
+    """
+    config = model.config.get_text_config(decoder=True)
+    known = ("full_attention", "sliding_attention", "chunked_attention")
+    for index, kind in enumerate(getattr(config, "layer_types", None) or []):
+        if kind not in known:
+            raise KvsimError(f"model: layer {index} is {kind!r}; live decoding knows {', '.join(known)}")
+    token = _watcher.set(watcher)
+    try:
+        with implementation_set(model, _twin):
+            yield
+    finally:
+        _watcher.reset(token)
+
+
+def _twin(base: str) -> str:
+    return base if base.startswith(_PREFIX) else register_twin(base, _PREFIX, _answer)
+
+
+def _answer(module: torch.nn.Module, tensors: Tensors, options: dict[str, Any]) -> Any:
+    watcher = _watcher.get()
+    if watcher is None:
+        return None
+    for name in ("position_bias", "indices"):
+        if options.get(name) is not None:
+            raise KvsimError(f"model: {type(module).__name__} passes {name!r} to its attention; it is not standard")
+    query, scaling = tensors[0], options.get("scaling")
+    scaling = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    softcap, window, sinks = (options.get(name) for name in ("softcap", "sliding_window", "s_aux"))
+    output = watcher.attend(Call(module, *tensors, scaling, softcap, window, sinks))
+    return None if output is None else (output, None)
+
+
+def masked_attention(
+    call: Call, visible: torch.Tensor, seen: torch.Tensor, *, rows: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend to what is visible, and say what the queries would look at if nothing had been evicted.
+
+    Parameters
+    ----------
+    call : Call
+        Queries, keys, values; logits are taken in float32 (float64 for a float64 model).
+    visible : Tensor [batch, Hk or 1, q or 1, n]
+        Boolean: what each KV head's queries may see.
+    seen : Tensor, as `visible`
+        Boolean: what they could see in a full cache.
+    rows : bool
+        Whether to compute the rows.
+
+    Returns
+    -------
+    output : Tensor [batch, q, H, d]
+        In the queries' type.
+    rows : Tensor [batch, H, q, n] float32, or None
+        Softmax over `seen`, computed in float64; a sink takes its share.
+    """
+    query, key, value = call.query, call.key, call.value
+    batch, heads, length, dim = query.shape
+    group = heads // key.shape[1]
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    grouped = query.reshape(batch, key.shape[1], group * length, dim)
+    logits = (grouped.to(wide) @ key.to(wide).transpose(2, 3)).view(batch, key.shape[1], group, length, -1)
+    logits = logits * call.scaling
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    weights = _softmax(logits, visible, call.sink_logits)
+    output = weights.to(value.dtype).reshape(batch, key.shape[1], group * length, -1) @ value
+    output = output.view(batch, heads, length, -1).transpose(1, 2)
+    if not rows:
+        return output, None
+    full = _softmax(logits.double(), seen, call.sink_logits).float()
+    return output, full.view(batch, heads, length, -1)
+
+
+def _softmax(logits: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of [batch, Hk, group, q, n] where the mask [batch, Hk or 1, q or 1, n] allows."""
+    logits = logits.masked_fill(~mask.unsqueeze(2), -torch.inf)
+    if sinks is None:
+        return torch.softmax(logits, dim=-1)
+    batch, kv_heads, group, length, _ = logits.shape
+    sink = sinks.to(logits.dtype).view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, length, 1)
+    return torch.softmax(torch.cat([logits, sink], dim=-1), dim=-1)[..., :-1]

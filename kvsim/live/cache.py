@@ -1,0 +1,319 @@
+"""A transformers cache that runs a policy: the plain form, one decode step at a time."""
+
+from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvsim.errors import KvsimError
+from kvsim.live.attention import Call, masked_attention, watched
+from kvsim.live.prefix import PrefillWatcher, Prefix, PrefixLayer, config_of
+from kvsim.live.run_trace import to_numpy
+from kvsim.live.sequence import Sequence
+from kvsim.policy import Policy, parse
+from kvsim.replay import choose_budget
+
+__all__ = ["KVSimCache", "LiveLayer"]
+
+
+class LiveLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer, [batch, Hk, n, d], and the column that each slot holds.
+
+    Attributes
+    ----------
+    columns : Tensor [batch, Hk, n]
+        -1 for an empty slot. A column is a position, counted from the batch's longest prompt.
+    seen : int
+        Columns so far.
+    """
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """See `CacheLayerMixin`."""
+        self.device = key_states.device
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.columns = torch.zeros(*key_states.shape[:2], 0, dtype=torch.long, device=self.device)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Append, and give everything that is held."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        length = key_states.shape[2]
+        new = torch.arange(self.seen, self.seen + length, device=self.device)
+        self.seen += length
+        self.keys = torch.cat([self.keys, key_states], dim=2)
+        self.values = torch.cat([self.values, value_states], dim=2)
+        self.columns = torch.cat([self.columns, new.expand(*key_states.shape[:2], length)], dim=2)
+        return self.keys, self.values
+
+    def remove(self, keep: torch.Tensor) -> None:
+        """Let go of every slot that is not in `keep` [batch, Hk, n]; memory shrinks to the fullest head."""
+        keep = keep & (self.columns >= 0)
+        width = int(keep.sum(dim=2).max())
+        # A stable sort of what leaves behind what stays moves the survivors to the front, in order.
+        order = torch.argsort((~keep).to(torch.uint8), dim=2, stable=True)[:, :, :width]
+        index = order.unsqueeze(-1)
+        self.keys = self.keys.gather(2, index.expand(-1, -1, -1, self.keys.shape[-1]))
+        self.values = self.values.gather(2, index.expand(-1, -1, -1, self.values.shape[-1]))
+        columns = self.columns.gather(2, order)
+        self.columns = torch.where(keep.gather(2, order), columns, -1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values held."""
+        return int(self.keys.nbytes + self.values.nbytes)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """See `CacheLayerMixin`."""
+        return self.seen + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns so far, evicted ones included: positions never change."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """See `CacheLayerMixin`; there is none."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.seen, self.is_initialized = 0, False
+        self.keys = self.values = None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refuse beam search, whose beams would swap their histories."""
+        raise KvsimError("beam search swaps the cache's rows; decode greedily or by sampling")
+
+
+class KVSimCache(Cache):  # type: ignore[misc]
+    """A cache that scores and evicts as a policy says, for `model.generate` and for `kvsim.live.decode`.
+
+    The first forward is the prefill, run by the model's own attention; every later one feeds one token.
+
+    Parameters
+    ----------
+    policy : Policy, str, or a sequence of them
+        One for all rows of the batch, or one for each.
+    steps : int
+        The most tokens that will be decoded.
+    compression_ratio, budget
+        As for `kvsim.replay`.
+    physical : bool
+        Remove evicted keys and values from memory; else they stay and are masked, and the run can be measured.
+    eligible : {"full", "all"} or tuple of int
+        Layers that policies score and evict.
+
+    Examples
+    --------
+    >>> cache = KVSimCache("ema:0.9,over=step", steps=64, compression_ratio=0.9)  # doctest: +SKIP
+    >>> with cache.attached(model):  # doctest: +SKIP
+    ...     model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str | Items[Policy | str],
+        *,
+        steps: int,
+        compression_ratio: float | str | Decimal | None = None,
+        budget: int | str | None = None,
+        physical: bool = False,
+        eligible: str | tuple[int, ...] = "full",
+    ) -> None:
+        super().__init__(layer_class_to_replicate=LiveLayer)
+        chosen = choose_budget(compression_ratio, budget)
+        given = [policy] if isinstance(policy, Policy | str) else list(policy)
+        self.policies = [(parse(one) if isinstance(one, str) else one).with_budget(chosen) for one in given]
+        if steps < 1:
+            raise KvsimError(f"steps must be at least 1, got {steps}")
+        self.steps, self.physical, self.eligible = steps, physical, eligible
+        self.sequences: list[Sequence] = []
+        self.over: list[bool] = []
+        self.next_tokens: list[int] = []
+        self._starts: list[int] = []
+        self._layers: list[PrefixLayer] = []
+        self._prefill: PrefillWatcher | None = None
+        self._config: dict[str, Any] = {}
+        self._calls: list[Call] = []
+        self._rows: list[torch.Tensor | None] = []
+        self._visible: list[Any] = []
+
+    def attached(self, model: Any) -> AbstractContextManager[None]:
+        """Give a context in which the model's attention asks this cache."""
+        self._prefill = PrefillWatcher(model.config.get_text_config(decoder=True))
+        self._config = config_of(model)
+        return watched(model, self)
+
+    def begin(self, prefixes: Items[Prefix]) -> None:
+        """Start after prefills that have been run already, one for each row of the batch."""
+        width = max(prefix.length for prefix in prefixes)
+        layers = zip(*(prefix.layers for prefix in prefixes), strict=True)
+        for of_layer in layers:
+            layer = LiveLayer()
+            parts = [(own.keys, own.values) for own in of_layer]
+            keys, values = (
+                torch.stack([torch.nn.functional.pad(part, (0, 0, width - part.shape[1], 0)) for part in column])
+                for column in zip(*parts, strict=True)
+            )
+            layer.update(keys, values)
+            index = of_layer[0].index
+            while len(self.layers) <= index:
+                self.layers.append(LiveLayer())
+            self.layers[index] = layer
+        self._seat(list(prefixes), [width - prefix.length for prefix in prefixes])
+
+    def attend(self, call: Call) -> torch.Tensor | None:
+        """See `kvsim.live.attention.Watcher`."""
+        if not self.sequences:
+            assert self._prefill is not None
+            if not self._prefill.calls or call.layer > self._prefill.calls[-1][0].layer:
+                self._prefill.attend(call)
+                return None
+            self._end_prefill()
+        if call.query.shape[2] != 1:
+            raise KvsimError(f"a decode step feeds one token, got {call.query.shape[2]}; the prefill is one piece")
+        if not self._calls:
+            self._visible = [
+                None if over else one.visible() for one, over in zip(self.sequences, self.over, strict=True)
+            ]
+        ordinal = len(self._calls)
+        own = self._layers[ordinal]
+        seen = self._seen(own, call)
+        visible = seen
+        eligible = own.info.eligible
+        if eligible:
+            visible = seen & self._marks(ordinal, call)
+        output, rows = masked_attention(call, visible, seen, rows=True)
+        self._calls.append(call)
+        self._rows.append(rows)
+        if len(self._calls) == len(self._layers):
+            self._end_step()
+        return output
+
+    def _end_prefill(self) -> None:
+        assert self._prefill is not None
+        first = self._prefill.calls[0][0]
+        starts = _starts(first)
+        prefixes = [
+            Prefix(
+                [0] * (first.query.shape[2] - start),
+                self._prefill.layers(row, start, self.eligible),
+                None,
+                self._config,
+            )
+            for row, start in enumerate(starts)
+        ]
+        self._prefill = None
+        self._seat(prefixes, starts)
+
+    def _seat(self, prefixes: list[Prefix], starts: list[int]) -> None:
+        if len(self.policies) == 1:
+            self.policies = self.policies * len(prefixes)
+        if len(self.policies) != len(prefixes):
+            raise KvsimError(f"{len(self.policies)} policies for a batch of {len(prefixes)}; give one, or one for each")
+        self._layers = prefixes[0].layers
+        self._starts = starts
+        self.sequences = [
+            Sequence(policy, prefix, self.steps, full_rows=not self.physical)
+            for policy, prefix in zip(self.policies, prefixes, strict=True)
+        ]
+        self.over = [False] * len(prefixes)
+        if self.physical:
+            self._compact()
+
+    def _seen(self, own: PrefixLayer, call: Call) -> torch.Tensor:
+        """Mark what a layer's newest query could see in a full cache, [batch, Hk, 1, n]."""
+        columns = self.layers[own.index].columns
+        last = self.layers[own.index].seen - 1
+        starts = torch.tensor(self._starts, device=columns.device).view(-1, 1, 1)
+        seen = columns >= starts
+        window = own.info.sliding_window
+        if window is not None and own.info.type == "chunked_attention":
+            seen = seen & (torch.div(columns - starts, window, rounding_mode="floor") == (last - starts) // window)
+        elif window is not None:
+            seen = seen & (columns > last - window)
+        return seen.unsqueeze(2)
+
+    def _marks(self, ordinal: int, call: Call) -> torch.Tensor:
+        """Mark what an eligible layer's policies leave visible, [batch, Hk, 1, n]."""
+        layer = self.layers[self._layers[ordinal].index]
+        place = [index for index, own in enumerate(self._layers) if own.info.eligible].index(ordinal)
+        marks = np.ones((len(self.sequences), layer.columns.shape[1], layer.seen), dtype=np.bool_)
+        for row, visible in enumerate(self._visible):
+            if visible is not None:
+                marks[row, :, self._starts[row] :] = visible[place]
+        found = torch.from_numpy(marks).to(layer.columns.device)
+        return found.gather(2, layer.columns.clamp(min=0)).unsqueeze(2)
+
+    def _end_step(self) -> None:
+        calls, rows = self._calls, self._rows
+        self._calls, self._rows = [], []
+        for row, (one, over) in enumerate(zip(self.sequences, self.over, strict=True)):
+            if over:
+                continue
+            start = self._starts[row]
+            own = [self._placed(ordinal, part, row)[:, start:] for ordinal, part in enumerate(rows)]
+            queries, keys, values = (
+                to_numpy(torch.stack(part))
+                for part in (
+                    [call.query[row, :, 0] for call in calls],
+                    [call.key[row, :, -1] for call in calls],
+                    [call.value[row, :, -1] for call in calls],
+                )
+            )
+            token = self.next_tokens[row] if self.next_tokens else 0
+            one.advance(token, np.stack([to_numpy(part) for part in own]), queries, keys, values)
+        if self.physical:
+            self._compact()
+
+    def _placed(self, ordinal: int, rows: Any, row: int) -> torch.Tensor:
+        """Give one sequence's rows of a layer by column, [H, columns]."""
+        layer = self.layers[self._layers[ordinal].index]
+        heads, kv_heads = rows.shape[1], layer.columns.shape[1]
+        columns = layer.columns[row].repeat_interleave(heads // kv_heads, dim=0)
+        placed = torch.zeros(heads, layer.seen + 1, dtype=rows.dtype, device=rows.device)
+        placed.scatter_(1, torch.where(columns < 0, layer.seen, columns), rows[row, :, 0])
+        return placed[:, :-1]
+
+    def _compact(self) -> None:
+        """Remove what no query will see again."""
+        eligible = [own for own in self._layers if own.info.eligible]
+        sets = [one.retained_per_head() for one in self.sequences]
+        for place, own in enumerate(eligible):
+            layer = self.layers[own.index]
+            keep = np.zeros((len(sets), layer.columns.shape[1], layer.seen), dtype=np.bool_)
+            for row, retained in enumerate(sets):
+                start = self._starts[row]
+                length = layer.seen - start
+                keep[row, :, start:] = retained[place][:, :length] if not self.over[row] else True
+            found = torch.from_numpy(keep).to(layer.columns.device)
+            layer.remove(found.gather(2, layer.columns.clamp(min=0)))
+
+    @property
+    def physical_bytes(self) -> int:
+        """Bytes of all keys and values held, padding included."""
+        return sum(layer.nbytes for layer in self.layers if layer.is_initialized)
+
+
+def _starts(call: Call) -> list[int]:
+    """Give each row's first column that is not padding, from the prefill's mask."""
+    batch, length = call.query.shape[0], call.query.shape[2]
+    if call.mask is None or call.mask.ndim != 4:
+        return [0] * batch
+    last = call.mask[:, 0, -1, :length]
+    allowed = last if last.dtype == torch.bool else last == 0
+    if call.sliding_window is not None and length > call.sliding_window:
+        raise KvsimError("padding cannot be told from a sliding window's mask; decode with kvsim.live.decode")
+    return [int(row.to(torch.uint8).argmax()) for row in allowed.expand(batch, -1)]

@@ -1,0 +1,205 @@
+"""Token-by-token decoding of a model under policies: the reference for everything faster."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from kvsim_traces.decoding import choose
+
+from kvsim.errors import KvsimError
+from kvsim.live.cache import KVSimCache
+from kvsim.live.prefix import Prefix, cache_argument
+from kvsim.live.sequence import Sequence
+from kvsim.policy import Policy
+from kvsim.result import Result
+
+__all__ = ["LiveRun", "decode"]
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """One sequence, decoded under one policy.
+
+    Attributes
+    ----------
+    policy : str
+        Canonical policy string with its budget.
+    tokens : list of int
+        The tokens fed, one a step: generated or forced.
+    evicted_at : array of int32
+        [G, L0 + T]; see `kvsim.Result.evicted_at`.
+    logits : list of Tensor [vocabulary]
+        After each step, if asked for.
+    logical_bytes : int
+        Bytes of the keys and values that the policy still holds at the end, in the model's number type.
+    physical_bytes : int
+        Bytes that they take: the row's share of what the whole batch holds.
+    full_bytes : int
+        Bytes of a full cache at that point.
+    evictions, near_ties : int
+        Positions evicted, and cuts closer than rounding differs between ways of summing.
+    """
+
+    policy: str
+    tokens: list[int]
+    evicted_at: npt.NDArray[np.int32]
+    logits: list[torch.Tensor]
+    logical_bytes: int
+    physical_bytes: int
+    full_bytes: int
+    evictions: int
+    near_ties: int
+    sequence: Sequence
+
+    def result(self) -> Result:
+        """Measure the run as a replay is measured (kept mass, churn, …); not after physical removal."""
+        return self.sequence.result("live")
+
+
+def decode(
+    model: Any,
+    prefixes: Items[Prefix],
+    policies: Items[Policy | str],
+    *,
+    steps: int,
+    force: Items[int] | None = None,
+    compression_ratio: float | str | Decimal | None = None,
+    budget: int | str | None = None,
+    physical: bool = False,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stop: Items[int] = (),
+    keep_logits: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[LiveRun]:
+    """Decode a batch of prompts, each under its own policy, one token at a time.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model that ran the prefills.
+    prefixes : sequence of Prefix
+        The prompts, from `kvsim.live.prefill`; they may differ in length, and one may stand for several rows.
+    policies : sequence of Policy or str
+        One for each prompt.
+    steps : int
+        The most tokens to decode.
+    force : sequence of int, optional
+        Feed these tokens to every row instead of generating.
+    compression_ratio, budget
+        As for `kvsim.replay`.
+    physical : bool
+        Remove evicted keys and values from memory instead of masking them.
+    temperature : float
+        0 is greedy; otherwise tokens are sampled with `seed`, each row from a generator of its own.
+    seed : int
+    stop : sequence of int
+        Tokens after which a row ends (they are fed, as the recorder does).
+    keep_logits : bool
+        Whether to keep every step's logits.
+    progress : callable, optional
+        Called with (steps done, steps in all).
+
+    Returns
+    -------
+    list of LiveRun
+        One for each row.
+
+    Raises
+    ------
+    KvsimError
+        On a policy that needs the future, forced tokens outside the vocabulary, or lists of unequal length.
+    """
+    if len(prefixes) != len(policies) or not prefixes:
+        raise KvsimError(f"{len(prefixes)} prompts for {len(policies)} policies; give one policy for each prompt")
+    forced = None if force is None else check_forced(force, model)
+    steps = steps if forced is None else min(steps, len(forced))
+    cache = KVSimCache(
+        list(policies), steps=steps, compression_ratio=compression_ratio, budget=budget, physical=physical
+    )
+    with torch.inference_mode():
+        cache.begin(prefixes)
+    device = model.get_input_embeddings().weight.device
+    count = len(prefixes)
+    logits = [prefix.logits for prefix in prefixes]
+    generators = [torch.Generator().manual_seed(seed) for _ in prefixes]
+    fed: list[list[int]] = [[] for _ in prefixes]
+    kept: list[list[torch.Tensor]] = [[] for _ in prefixes]
+    tokens = [0] * count
+    cache_name = cache_argument(model)
+    with torch.inference_mode(), cache.attached(model):
+        for t in range(1, steps + 1):
+            for row in range(count):
+                if forced is not None:
+                    tokens[row] = forced[t - 1]
+                elif not cache.over[row]:
+                    tokens[row] = choose(_known(logits[row]), temperature, generators[row], [])
+            for row in range(count):
+                if not cache.over[row]:
+                    fed[row].append(tokens[row])
+            cache.next_tokens = tokens
+            outputs = model(
+                input_ids=torch.tensor(tokens, device=device).view(-1, 1),
+                position_ids=torch.tensor([[prefix.length + t - 1] for prefix in prefixes], device=device),
+                use_cache=True,
+                **{cache_name: cache},
+            )
+            for row in range(count):
+                if not cache.over[row]:
+                    logits[row] = outputs.logits[row, -1].float()
+                    if keep_logits:
+                        kept[row].append(_known(logits[row]))
+                    cache.over[row] = forced is None and tokens[row] in stop
+            if progress is not None:
+                progress(t, steps)
+            if all(cache.over):
+                break
+    return [
+        LiveRun(
+            policy=str(one.policy),
+            tokens=fed[row],
+            evicted_at=one.evicted_at[:, : prefixes[row].length + one.done],
+            logits=kept[row],
+            logical_bytes=one.held_bytes(element_size(prefixes[row])),
+            physical_bytes=cache.physical_bytes // count,
+            full_bytes=one.full_bytes(element_size(prefixes[row])),
+            evictions=one.evictions,
+            near_ties=one.near_ties,
+            sequence=one,
+        )
+        for row, one in enumerate(cache.sequences)
+    ]
+
+
+def check_forced(force: Items[int], model: Any) -> list[int]:
+    """Give forced tokens back as a list.
+
+    Raises
+    ------
+    KvsimError
+        If there are none, or one is outside the vocabulary.
+    """
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    tokens = [int(token) for token in force]
+    if not tokens:
+        raise KvsimError("force: is empty; at least one token is needed")
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise KvsimError(f"force: token {token} is outside the vocabulary of {vocabulary}")
+    return tokens
+
+
+def element_size(prefix: Prefix) -> int:
+    """Bytes of one number in a prompt's cache."""
+    return int(prefix.layers[0].keys.element_size())
+
+
+def _known(logits: torch.Tensor | None) -> torch.Tensor:
+    if logits is None:
+        raise KvsimError("this prompt comes from a recording and has no logits; force its tokens, or run the prefill")
+    return logits

@@ -1,0 +1,214 @@
+"""The prompt, read once: keys and values of every layer, and what policies want to know about its queries."""
+
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+from kvsim_kernels.attention_rows import prompt_mass
+from kvsim_traces import CaptureError, Trace
+from kvsim_traces.capture import layer_info
+from kvsim_traces.hooks import AttentionCall
+from kvsim_traces.manifest import LayerInfo
+from kvsim_traces.request import eligible_flags
+
+from kvsim.errors import KvsimError
+from kvsim.live.attention import Call, watched
+
+__all__ = ["Prefix", "PrefixLayer", "cache_argument", "prefill", "prefix_of_trace"]
+
+
+@dataclass(frozen=True)
+class PrefixLayer:
+    """One layer after the prefill.
+
+    Attributes
+    ----------
+    index : int
+        Which of the model's layers it is.
+    info : LayerInfo
+        Kind, eligibility, window, scaling, softcap.
+    keys, values : Tensor [Hk, L0, d]
+        Post-RoPE.
+    queries : Tensor [H, L0, d] or None
+        Post-RoPE; None where they are not known.
+    sink_logits : Tensor [H] or None
+    """
+
+    index: int
+    info: LayerInfo
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor | None
+    sink_logits: torch.Tensor | None
+
+    def prompt_mass(self) -> torch.Tensor:
+        """Compute what each position received during the prefill, summed over queries, [H, L0]."""
+        assert self.queries is not None
+        chunked = self.info.type == "chunked_attention"
+        return prompt_mass(
+            self.queries,
+            self.keys,
+            scaling=self.info.scaling,
+            softcap=self.info.softcap,
+            sliding_window=None if chunked else self.info.sliding_window,
+            chunk_size=self.info.sliding_window if chunked else None,
+            sink_logits=self.sink_logits,
+        )
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt after its prefill; many policies may decode from one.
+
+    Attributes
+    ----------
+    tokens : list of int
+        The prompt, L0 tokens.
+    layers : list of PrefixLayer
+        The model's attention layers, in order.
+    logits : Tensor [vocabulary] or None
+        Of the token after the prompt; None where no model ran.
+    config : dict
+        The model's config.
+    trace : Trace or None
+        The recording it comes from; None after a prefill.
+    """
+
+    tokens: list[int]
+    layers: list[PrefixLayer]
+    logits: torch.Tensor | None = field(repr=False)
+    config: dict[str, Any] = field(repr=False)
+    trace: Trace | None = None
+
+    @property
+    def length(self) -> int:
+        """L0."""
+        return len(self.tokens)
+
+    @property
+    def eligible(self) -> list[int]:
+        """Which entries of `layers` policies score and evict."""
+        return [index for index, layer in enumerate(self.layers) if layer.info.eligible]
+
+
+class PrefillWatcher:
+    """Keeps what the prefill's attention is called with, and lets the model's own attention run."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.calls: list[tuple[Call, LayerInfo]] = []
+
+    def attend(self, call: Call) -> None:
+        """See `Watcher.attend`."""
+        info = layer_info(
+            AttentionCall(
+                call.module, call.query[0], call.key[0], call.value[0], call.scaling, call.softcap,
+                call.sliding_window, call.sink_logits,
+            ),
+            call.layer,
+            self.config,
+        )  # fmt: skip
+        self.calls.append((call, info))
+
+    def layers(self, row: int, start: int, eligible: str | tuple[int, ...]) -> list[PrefixLayer]:
+        """Give one batch row's layers, without its first `start` columns."""
+        flags = eligible_flags(eligible, [info for _, info in self.calls])
+        return [
+            PrefixLayer(
+                index=call.layer,
+                info=LayerInfo(info.type, flag, info.sliding_window, info.scaling, info.softcap),
+                keys=call.key[row, :, start:],
+                values=call.value[row, :, start:],
+                queries=call.query[row, :, start:],
+                sink_logits=call.sink_logits,
+            )
+            for (call, info), flag in zip(self.calls, flags, strict=True)
+        ]
+
+
+def prefill(model: Any, tokens: list[int], *, eligible: str | tuple[int, ...] = "full") -> Prefix:
+    """Run a model's own attention over a prompt.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A transformers causal language model with standard attention.
+    tokens : list of int
+        The prompt.
+    eligible : {"full", "all"} or tuple of int
+        Layers that policies score and evict; full-attention ones by default.
+
+    Raises
+    ------
+    KvsimError
+        If a token is outside the vocabulary, or the model's layers are not standard attention.
+    """
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    if not tokens:
+        raise KvsimError("prompt: is empty; at least one token is needed")
+    for token in tokens:
+        if not 0 <= token < vocabulary:
+            raise KvsimError(f"prompt: token {token} is outside the vocabulary of {vocabulary}")
+    watcher = PrefillWatcher(model.config.get_text_config(decoder=True))
+    last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    device = model.get_input_embeddings().weight.device
+    with torch.inference_mode(), watched(model, watcher):
+        outputs = model(input_ids=torch.tensor([tokens], device=device), use_cache=False, **last)
+    layers = watcher.layers(0, 0, eligible)
+    return Prefix(list(tokens), layers, outputs.logits[0, -1].float(), config_of(model))
+
+
+def prefix_of_trace(trace: Trace, model: Any) -> Prefix:
+    """Take the prompt's keys and values from a `qkv` recording instead of a prefill.
+
+    Raises
+    ------
+    CaptureError
+        If the recording holds no values.
+    KvsimError
+        If its softmax has a sink logit, which recordings do not keep, or it holds no tokens.
+    """
+    if trace.capture != "qkv":
+        raise CaptureError(f"{trace.path}: capture {trace.capture} has no values; captures that have them: qkv")
+    if trace.manifest.sink_logits:
+        raise KvsimError(f"{trace.path}: has sink logits, which a recording does not keep; use the prefill")
+    parameter = model.get_input_embeddings().weight
+    prompt = trace.prompt_length
+    place = {"device": parameter.device, "dtype": parameter.dtype}
+    layers = [
+        PrefixLayer(
+            index=layer,
+            info=info,
+            keys=torch.as_tensor(trace.keys(layer)[:, :prompt].copy()).to(**place),
+            values=torch.as_tensor(trace.values(layer)[:, :prompt].copy()).to(**place),
+            queries=None,
+            sink_logits=None,
+        )
+        for layer, info in enumerate(trace.manifest.layers)
+    ]
+    return Prefix(recorded_tokens(trace)[:prompt], layers, None, config_of(model), trace)
+
+
+def recorded_tokens(trace: Trace) -> list[int]:
+    """Give the token ids of a recording's prompt and steps.
+
+    Raises
+    ------
+    KvsimError
+        If it holds none.
+    """
+    if trace.tokens is None:
+        raise KvsimError(f"{trace.path}: holds no token ids, so no model can run over it")
+    return [int(token) for token in trace.tokens]
+
+
+def cache_argument(model: Any) -> str:
+    """Name the argument that takes a cache: `cache` since transformers 5.24, `past_key_values` before."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    """Give a model's config as a dict."""
+    found: dict[str, Any] = model.config.to_dict()
+    return found

@@ -1,0 +1,158 @@
+"""One sequence under one policy: the plan, the stepper, and what has been seen so far."""
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvsim.engines.reference import run as replay_reference
+from kvsim.engines.stepper import Step, Stepper
+from kvsim.errors import KvsimError, PolicyError
+from kvsim.live.prefix import Prefix
+from kvsim.live.run_trace import Floats, RunTrace
+from kvsim.plan import Plan
+from kvsim.policy import Policy
+from kvsim.result import Result
+
+__all__ = ["Sequence", "live_policy", "per_head"]
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+class Sequence:
+    """A policy that decides, step by step, what a sequence still sees.
+
+    Parameters
+    ----------
+    policy : Policy
+        With its budget.
+    prefix : Prefix
+        The prompt.
+    steps : int
+        The most steps there will be.
+    full_rows : bool
+        Whether rows will cover the full cache.
+    """
+
+    def __init__(self, policy: Policy, prefix: Prefix, steps: int, *, full_rows: bool = True) -> None:
+        self.policy, self.prefix = live_policy(policy), prefix
+        self.trace = RunTrace(prefix, steps, full_rows=full_rows)
+        self.plan = policy.plan(self.trace)
+        self.steps = steps
+        self.done = 0
+        self.last: Step | None = None
+        self.near_ties = 0
+        self._stepper = Stepper(self.plan, prefix.length, prefix.length + steps)
+        self.evictions = int((self.evicted_at == 0).sum())
+
+    @property
+    def retained(self) -> BoolArray:
+        """R_t, [G, L0 + T]."""
+        return self._stepper.retained
+
+    @property
+    def evicted_at(self) -> npt.NDArray[np.int32]:
+        """[G, L0 + T]; see `kvsim.Result.evicted_at`."""
+        return self._stepper.evicted_at
+
+    def visible(self) -> BoolArray:
+        """Mark what the next step's query sees, [eligible layers, Hk, L0 + t]."""
+        t = self.done + 1
+        if t > self.steps:
+            raise KvsimError(f"{self.policy}: was planned for {self.steps} steps; give a larger number of steps")
+        return per_head(self.plan, self._stepper.visible(t))[..., : self.prefix.length + t]
+
+    def retained_per_head(self) -> BoolArray:
+        """Give R_t, [eligible layers, Hk, L0 + T]."""
+        return per_head(self.plan, self._stepper.retained)
+
+    def advance(self, token: int, rows: Floats, queries: Floats, keys: Floats, values: Floats) -> Step:
+        """Take in one step's rows [K, H, L0 + t] and vectors (see `RunTrace.append`), and evict."""
+        self.done += 1
+        self.trace.append(token, rows, queries, keys, values)
+        if reads_vectors(self.plan):
+            # Scores of keys exist once the keys do: the plan for as far as the run has come.
+            self.plan = self._stepper.plan = self.policy.plan(self.trace)
+        layers = list(self.plan.groups.layers)
+        self.last = self._stepper.step(self.done, rows[layers].astype(np.float64))
+        self.evictions += int((self.evicted_at == self.done).sum())
+        self.near_ties += int((self.last.margins < NEAR).sum())
+        return self.last
+
+    def held_bytes(self, element: int) -> int:
+        """Bytes of the keys and values retained, `element` bytes a number; sliding layers hold their window."""
+        kept = int(self.retained_per_head().sum())
+        return self._bytes(kept, element)
+
+    def full_bytes(self, element: int) -> int:
+        """Bytes of a full cache at this point."""
+        groups = self.plan.groups
+        return self._bytes(len(groups.layers) * groups.num_kv_heads * (self.prefix.length + self.done), element)
+
+    def _bytes(self, slots: int, element: int) -> int:
+        first = self.prefix.layers[0]
+        position = self.prefix.length + self.done
+        others = [layer.info for layer in self.prefix.layers if not layer.info.eligible]
+        slots += sum(min(info.sliding_window or position, position) for info in others) * first.keys.shape[0]
+        return int(slots * (first.keys.shape[-1] + first.values.shape[-1]) * element)
+
+    def result(self, loop: str) -> Result:
+        """Measure the run as a replay is measured; its rows must cover the full cache.
+
+        Raises
+        ------
+        KvsimError
+            If they do not, or nothing has been decoded.
+        """
+        if not self.trace.full_rows or not self.done:
+            raise KvsimError("kept mass and churn need the full cache's rows; decode without removing keys")
+        self.trace.end()
+        plan = replace(self.policy.plan(self.trace), control=None, a=self._stepper.a, b=self._stepper.b)
+        plan = replace(plan, a=plan.a[: self.done], b=plan.b[: self.done])
+        outcome = replay_reference(self.trace, plan)
+        return Result(
+            policy=plan.policy,
+            trace_name=self.trace.path.name if self.prefix.trace is None else self.prefix.trace.path.name,
+            trace_hash=self.trace.hash,
+            prompt_length=self.prefix.length,
+            num_steps=self.done,
+            head_dim=self.trace.head_dim,
+            plan=plan,
+            outcome=outcome,
+            engine="reference",
+            approximate=False,
+            loop=loop,
+        )
+
+
+NEAR = 1e-5
+"""States on either side of a cut that differ by less than this share of their size may swap when sums are rounded
+differently: a batched pass and a single token's do."""
+
+
+def live_policy(policy: Policy) -> Policy:
+    """Give the policy back if it can decide without the future.
+
+    Raises
+    ------
+    PolicyError
+        If it cannot.
+    """
+    if policy.expand().head.needs_future:
+        raise PolicyError(f"{policy}: reads what later queries attend to; it can be replayed, not run live")
+    return policy
+
+
+def reads_vectors(plan: Plan) -> bool:
+    """Whether a plan's scores depend on keys, values or queries."""
+    score = plan.score
+    return score.kind != "attention" or score.weight is not None or score.redundancy is not None
+
+
+def per_head(plan: Plan, sets: BoolArray) -> BoolArray:
+    """Spread sets of groups [G, n] over eligible layers and KV heads, [K, Hk, n]."""
+    groups = plan.groups
+    shape = len(groups.layers), groups.num_kv_heads, sets.shape[-1]
+    if groups.kind == "head":
+        return sets.reshape(shape)
+    return np.broadcast_to(sets[:, None], shape)
