@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from kvsim.cli import analyze, bench, compare, policies, record, replay, sweep, trace, train_scorer
+from kvsim.cli import analyze, bench, compare, live, policies, record, replay, sweep, trace, train_scorer
 from kvsim.cli.output import ErrorGroup
 from kvsim.version import __version__
 
@@ -40,6 +40,7 @@ app.command()(replay.replay)
 app.command()(sweep.sweep)
 app.command()(compare.compare)
 app.command()(record.record)
+app.command()(live.live)
 app.command()(policies.policies)
 app.command("train-scorer")(train_scorer.train_scorer)
 app.add_typer(analyze.app, name="analyze")

@@ -1,34 +1,29 @@
 """``kvsim record``."""
 
-import contextlib
-import importlib.util
-import io
-import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from kvsim.cli.models import Chat, Device, Dtype, Force, ModelPath, Prompt, encode, load, need_torch, read_text
 from kvsim.cli.options import Quiet
-from kvsim.cli.output import preview, progress_bar, say, stderr
+from kvsim.cli.output import preview, progress_bar, say
 from kvsim.errors import KvsimError
 
 __all__ = ["record"]
 
 
 def record(
-    model: Annotated[str, typer.Option(help="Model folder, .gguf file, or folder with one .gguf file.")],
-    prompt: Annotated[str, typer.Option(help="Text file with the prompt, or - for stdin.")],
+    model: ModelPath,
+    prompt: Prompt,
     out: Annotated[Path, typer.Option(help="New trace directory.")],
     steps: Annotated[int, typer.Option(help="Decode steps to record.")] = 64,
     capture: Annotated[
         Literal["heads", "scores", "qk", "qkv"],
         typer.Option(help="Attention of every head, its head mean, or queries and keys (and values)."),
     ] = "heads",
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
-    force: Annotated[
-        Path | None, typer.Option(help="Text file whose tokens are fed instead of generated ones.")
-    ] = None,
+    chat: Chat = False,
+    force: Force = None,
     suppress_eos: Annotated[
         bool, typer.Option("--suppress-eos", help="Never generate end-of-sequence, so that every step is recorded.")
     ] = False,
@@ -48,41 +43,32 @@ def record(
     attention: Annotated[
         str, typer.Option(help="Attention implementation: sdpa, eager, flash_attention_2, …")
     ] = "sdpa",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by device if not given.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; a GPU if there is one.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
     quiet: Quiet = False,
 ) -> None:
     """Run a transformers model once and record what its KV cache was asked for.
 
     Example: kvsim record --model SmolLM2-135M-Instruct --prompt question.txt --chat --capture qk --out runs/a
     """
-    for package in ("torch", "transformers"):
-        if importlib.util.find_spec(package) is None:
-            raise KvsimError(f"recording needs {package}: pip install '.[record]' in the checkout, or 'kvsim[record]'")
+    need_torch("recording", "record")
     if steps < 1:
         raise KvsimError(f"--steps must be at least 1, got {steps}")
     if prompt_queries != "all" and not prompt_queries.isdigit():
         raise KvsimError(f"--prompt-queries must be a number or 'all', got {prompt_queries!r}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise KvsimError(f"--out {out}: exists already; name a new directory")
-    text = _read(prompt, "--prompt")
-    forced_text = _read(str(force), "--force") if force is not None else None
+    text = read_text(prompt, "--prompt")
+    forced_text = read_text(str(force), "--force") if force is not None else None
 
     from kvsim_traces import record as run_record
-    from kvsim_traces.loading import load_model
-    from transformers.utils import logging as transformers_logging
 
-    # transformers' own bars and notes would mix with ours; what goes wrong comes as an exception.
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    if not quiet:
-        say(f"loading {model} …", to=stderr)
-    with contextlib.redirect_stderr(io.StringIO()):
-        network, tokenizer = load_model(model, dtype=dtype, device=device, attention=attention)
+    network, tokenizer = load(model, dtype=dtype, device=device, attention=attention, quiet=quiet)
+
     with progress_bar(f"recording {out.name}", quiet=quiet) as advance:
         trace = run_record(
             network,
-            _encode(tokenizer, text, chat=chat),
+            encode(tokenizer, text, chat=chat),
             out=out,
             steps=steps,
             capture=capture,
@@ -110,24 +96,3 @@ def record(
     lines.append(f"text: {preview(trace)}")
     for line in lines:
         say(line)
-
-
-def _read(file: str, option: str) -> str:
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise KvsimError(f"{option} {file}: {error.strerror}; it takes a text file, or - for stdin") from None
-    except UnicodeDecodeError:
-        raise KvsimError(f"{option} {file}: not UTF-8 text") from None
-    if not text.strip():
-        raise KvsimError(f"{option} {file}: is empty")
-    return text
-
-
-def _encode(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
-    if chat:
-        if tokenizer.chat_template is None:
-            raise KvsimError("--chat: the model's tokenizer has no chat template")
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=not chat).input_ids)

@@ -10,6 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsim.budget import Budget
+from kvsim.cli.closed_loop import Start, run_closed_loop
+from kvsim.cli.models import Device
 from kvsim.cli.options import (
     AsJson,
     BudgetText,
@@ -60,6 +62,16 @@ def replay(
     store_rows: Annotated[
         bool, typer.Option("--store-rows", help="Keep attention recomputed from queries and keys beside the trace.")
     ] = False,
+    closed_loop: Annotated[
+        bool, typer.Option("--closed-loop", help="Run the model again under each policy's sets until they settle.")
+    ] = False,
+    model: Annotated[str | None, typer.Option(help="For --closed-loop: the recorded model.")] = None,
+    max_passes: Annotated[int | None, typer.Option(help="For --closed-loop: stop after so many passes.")] = None,
+    prefix: Annotated[
+        Start, typer.Option(help="For --closed-loop: read the prompt again, or take its keys from a qkv recording.")
+    ] = "prefill",
+    device: Device = None,
+    dtype: Annotated[str | None, typer.Option(help="For --closed-loop: number type, float32 by default.")] = None,
     out: Annotated[Path | None, typer.Option(help="New directory for Parquet files of the results.")] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -67,12 +79,18 @@ def replay(
     """Replay policies on recordings and print what they kept and lost.
 
     Open loop: the recorded hidden states are held fixed; exact for the first eviction, approximate after it.
+    --closed-loop runs the model over all steps at once under each policy's sets, and again until no set changes:
+    then they are those of live decoding of the recorded tokens.
 
     Example: kvsim replay --trace traces/samples/smollm2-needle-512 --policy ema:0.9 --policy tova
     """
     get_engine(engine)
     policies = [parse(text) for text in policy]
     chosen = choose_budget(compression_ratio, budget)
+    if closed_loop and (shadow or store_rows or engine != DEFAULT_ENGINE or mode != "exact"):
+        raise KvsimError("--closed-loop does not take --shadow, --store-rows, --engine or --mode")
+    if not closed_loop and (model is not None or max_passes is not None or prefix != "prefill"):
+        raise KvsimError("--model, --max-passes and --prefix are for --closed-loop")
     if out is not None and out.exists():
         raise KvsimError(f"--out {out}: exists already; name a new directory")
     traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
@@ -87,22 +105,43 @@ def replay(
                 with progress_bar(f"storing rows of {recording.path.name}", quiet=quiet or as_json) as advance:
                     recording.store_rows(progress=advance)
 
+    if closed_loop:
+        if model is None:
+            raise KvsimError("--closed-loop runs the recorded model again: name it with --model")
+        results = run_closed_loop(
+            traces,
+            policies,
+            chosen,
+            model=model,
+            start=prefix,
+            max_passes=max_passes,
+            device=device,
+            dtype=dtype,
+            as_json=as_json,
+            quiet=quiet,
+        )
+        _write(results, out)
+        return
     asked = [wanted.with_budget(chosen) for wanted in policies]
-    results: list[Result] = []
+    results = []
     for recording in traces:
         with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
             results += replay_many(recording, asked, shadow=shadow, engine=engine, mode=mode, progress=advance)
-    if out is not None:
-        from kvsim.tables import write_parquet
-
-        write_parquet(results, out)
     if as_json:
+        _write(results, out)
         print_json({"results": [result.summary() for result in results]})
         return
     for index, recording in enumerate(traces):
         own = results[index * len(policies) : (index + 1) * len(policies)]
         _print_table(recording, policies, own, chosen)
+    _write(results, out)
+
+
+def _write(results: list[Result], out: Path | None) -> None:
     if out is not None:
+        from kvsim.tables import write_parquet
+
+        write_parquet(results, out)
         say(f"wrote {out}", to=stderr)
 
 

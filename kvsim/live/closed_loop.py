@@ -16,16 +16,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from kvsim_traces import CaptureError, Trace
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvsim.errors import KvsimError
+from kvsim.errors import KvsimError, PolicyError
 from kvsim.live.attention import Call, masked_attention, watched
 from kvsim.live.decode import check_forced
-from kvsim.live.prefix import Prefix, PrefixLayer, cache_argument
+from kvsim.live.prefix import Prefix, PrefixLayer, cache_argument, recorded_tokens
 from kvsim.live.run_trace import to_numpy
 from kvsim.live.sequence import Sequence, per_head
 from kvsim.policy import Policy, parse
-from kvsim.replay import choose_budget
+from kvsim.replay import choose_budget, replay
 from kvsim.result import Result
 
 __all__ = ["ClosedLoop", "Pass", "closed_loop"]
@@ -104,7 +105,6 @@ def closed_loop(
     *,
     compression_ratio: float | str | Decimal | None = None,
     budget: int | str | None = None,
-    start: Items[Result] | None = None,
     max_passes: int | None = None,
     batch: int = BATCH,
     progress: Callable[[int, int], None] | None = None,
@@ -116,15 +116,14 @@ def closed_loop(
     model : PreTrainedModel
         In float32, unless differences of rounding are wanted.
     prefix : Prefix
-        The prompt, from `kvsim.live.prefill` or `prefix_of_trace`.
+        The prompt, from `kvsim.live.prefill` or `prefix_of_trace`. If it knows its recording, the first pass runs under
+        the open-loop sets instead of a full cache's.
     tokens : sequence of int
         The T tokens decoded after it.
     policies : sequence of Policy or str
         They share the prefix and run as one batch.
     compression_ratio, budget
         As for `kvsim.replay`.
-    start : sequence of Result, optional
-        Open-loop results of the same policies, whose sets the first pass runs under; a full cache's by default.
     max_passes : int, optional
         Stop after so many passes, T + 1 by default: T are enough to be exact, and one more to prove it.
     batch : int
@@ -148,9 +147,7 @@ def closed_loop(
     most = len(forced) + 1 if max_passes is None else max_passes
     chosen = choose_budget(compression_ratio, budget)
     parsed = [(parse(one) if isinstance(one, str) else one).with_budget(chosen) for one in policies]
-    runs = [
-        _Run(policy, prefix, forced, None if start is None else start[index]) for index, policy in enumerate(parsed)
-    ]
+    runs = [_Run(policy, prefix, forced, _open_loop(prefix.trace, policy, forced)) for policy in parsed]
     waiting = list(runs)
     active: list[_Run] = []
     while waiting or active:
@@ -162,6 +159,16 @@ def closed_loop(
         if progress is not None:
             progress(len(runs) - len(waiting) - len(active), len(runs))
     return [run.finished() for run in runs]
+
+
+def _open_loop(source: Trace | None, policy: Policy, forced: list[int]) -> Result | None:
+    """Replay a policy on the recording of these tokens, if there is one that holds what the policy reads."""
+    if source is None or recorded_tokens(source)[source.prompt_length :] != forced:
+        return None
+    try:
+        return replay(source, policy, shadow_churn=False)
+    except (PolicyError, CaptureError):
+        return None
 
 
 class _Run:

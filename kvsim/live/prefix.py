@@ -72,7 +72,7 @@ class Prefix:
     config : dict
         The model's config.
     trace : Trace or None
-        The recording it comes from; None after a prefill.
+        The recording of this prompt, if there is one.
     """
 
     tokens: list[int]
@@ -127,7 +127,9 @@ class PrefillWatcher:
         ]
 
 
-def prefill(model: Any, tokens: list[int], *, eligible: str | tuple[int, ...] = "full") -> Prefix:
+def prefill(
+    model: Any, tokens: list[int], *, eligible: str | tuple[int, ...] = "full", trace: Trace | None = None
+) -> Prefix:
     """Run a model's own attention over a prompt.
 
     Parameters
@@ -138,6 +140,8 @@ def prefill(model: Any, tokens: list[int], *, eligible: str | tuple[int, ...] = 
         The prompt.
     eligible : {"full", "all"} or tuple of int
         Layers that policies score and evict; full-attention ones by default.
+    trace : Trace, optional
+        The recording of this prompt, which holds what a prefill does not give (kvzip's scores).
 
     Raises
     ------
@@ -156,7 +160,7 @@ def prefill(model: Any, tokens: list[int], *, eligible: str | tuple[int, ...] = 
     with torch.inference_mode(), watched(model, watcher):
         outputs = model(input_ids=torch.tensor([tokens], device=device), use_cache=False, **last)
     layers = watcher.layers(0, 0, eligible)
-    return Prefix(list(tokens), layers, outputs.logits[0, -1].float(), config_of(model))
+    return Prefix(list(tokens), layers, outputs.logits[0, -1].float(), config_of(model), trace)
 
 
 def prefix_of_trace(trace: Trace, model: Any) -> Prefix:

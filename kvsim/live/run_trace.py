@@ -39,7 +39,7 @@ class RunTrace(Trace):
     def __init__(self, prefix: Prefix, steps: int, *, name: str = "live", full_rows: bool = True) -> None:
         first = prefix.layers[0]
         heads = first.keys.shape[0] if first.queries is None else first.queries.shape[0]
-        if prefix.trace is not None:
+        if first.queries is None and prefix.trace is not None:
             heads = prefix.trace.num_heads
         self.prefix, self.full_rows = prefix, full_rows
         self.path = Path(name)
@@ -154,13 +154,16 @@ class RunTrace(Trace):
 
     def prompt_mass(self) -> Floats:
         """See `Trace.prompt_mass`; zero for layers that are not eligible."""
-        return self._prompt_mass if self.prefix.trace is None else self.prefix.trace.prompt_mass()
+        return self._prompt_mass if self._recorded is None else self._recorded.prompt_mass()
 
     def prompt_queries(self) -> Floats:
         """See `Trace.prompt_queries`; all of the prompt's after a prefill."""
-        if self.prefix.trace is not None:
-            return self.prefix.trace.prompt_queries()
-        return self._prompt_queries
+        return self._prompt_queries if self._recorded is None else self._recorded.prompt_queries()
+
+    @property
+    def _recorded(self) -> Trace | None:
+        """The recording that stands for the prompt's queries, where no prefill gave them."""
+        return self.prefix.trace if self.prefix.layers[0].queries is None else None
 
     @cached_property
     def _prompt_queries(self) -> Floats:

@@ -110,10 +110,11 @@ class Sequence:
         plan = replace(self.policy.plan(self.trace), control=None, a=self._stepper.a, b=self._stepper.b)
         plan = replace(plan, a=plan.a[: self.done], b=plan.b[: self.done])
         outcome = replay_reference(self.trace, plan)
+        recording = self.trace if self.prefix.trace is None else self.prefix.trace
         return Result(
             policy=plan.policy,
-            trace_name=self.trace.path.name if self.prefix.trace is None else self.prefix.trace.path.name,
-            trace_hash=self.trace.hash,
+            trace_name=recording.path.name,
+            trace_hash=recording.hash,
             prompt_length=self.prefix.length,
             num_steps=self.done,
             head_dim=self.trace.head_dim,

@@ -175,7 +175,7 @@ class _Run:
         self.kvzip_scores: np.ndarray[Any, Any] | None = None
         self.decoder = Decoder(model)
         self.config = model.config.get_text_config(decoder=True)
-        self.eos = [token for token in _eos_tokens(model, tokenizer) if token < request.vocab_size]
+        self.eos = [token for token in eos_tokens(model, tokenizer) if token < request.vocab_size]
         self.generator = torch.Generator().manual_seed(request.seed)
         self.prefill = PrefillCapture(
             self.config, request.capture, request.last_queries, request.prompt_mass, request.qk_dtype
@@ -322,7 +322,7 @@ def _notes(indices: list[int]) -> list[str]:
     return [f"recorded layers are the model's layers {', '.join(map(str, indices))}; the others have no attention"]
 
 
-def _eos_tokens(model: Any, tokenizer: Any) -> list[int]:
+def eos_tokens(model: Any, tokenizer: Any) -> list[int]:
     """Every end-of-sequence token that the model or its tokenizer names."""
     found: set[int] = set()
     for owner in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True), tokenizer):

@@ -1,0 +1,116 @@
+"""``kvsim live``."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from kvsim.cli.models import Chat, Device, Dtype, Force, ModelPath, Prompt, encode, load, need_torch, read_text
+from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, Quiet, budget_note
+from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.errors import KvsimError
+from kvsim.policy import parse
+from kvsim.replay import choose_budget
+
+__all__ = ["live"]
+
+MEASURED = {
+    "kept_mass": "kept\nmass",
+    "churn": "churn",
+    "raw_agreement": "raw\nagreem.",
+    "output_error": "output\nerror",
+}
+
+
+def live(
+    model: ModelPath,
+    prompt: Prompt,
+    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
+    steps: Annotated[int, typer.Option(help="The most tokens to decode.")] = 64,
+    compression_ratio: CompressionRatio = None,
+    budget: BudgetText = None,
+    chat: Chat = False,
+    force: Force = None,
+    physical: Annotated[
+        bool, typer.Option("--physical", help="Remove evicted keys and values from memory instead of masking them.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    dtype: Dtype = None,
+    device: Device = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Decode a prompt under policies in a real model, token by token, and print what each one wrote and held.
+
+    The prompt is read once; all policies decode from it in one batch. Prefill is the model's own.
+
+    Example: kvsim live --model SmolLM2-135M-Instruct --prompt question.txt --chat --policy full --policy ema:0.9
+    """
+    need_torch("live decoding", "live")
+    if steps < 1:
+        raise KvsimError(f"--steps must be at least 1, got {steps}")
+    policies = [parse(text) for text in policy]
+    chosen = choose_budget(compression_ratio, budget)
+    text = read_text(prompt, "--prompt")
+    forced_text = read_text(str(force), "--force") if force is not None else None
+    network, tokenizer = load(model, dtype=dtype, device=device, quiet=quiet or as_json)
+
+    from kvsim.live import decode, prefill
+
+    forced = None if forced_text is None else tokenizer(forced_text, add_special_tokens=False).input_ids
+    prefix = prefill(network, encode(tokenizer, text, chat=chat))
+    with progress_bar("decoding", quiet=quiet or as_json) as advance:
+        runs = decode(
+            network,
+            [prefix] * len(policies),
+            [one.with_budget(chosen) for one in policies],
+            steps=steps,
+            force=forced,
+            physical=physical,
+            temperature=temperature,
+            seed=seed,
+            stop=_stops(network, tokenizer),
+            progress=advance,
+        )
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        measured = {} if physical else run.result().summary()
+        rows.append(
+            measured
+            | {
+                "policy": run.policy,
+                "steps": len(run.tokens),
+                "text": tokenizer.decode(run.tokens, skip_special_tokens=True),
+                "tokens": run.tokens,
+                "evictions": run.evictions,
+                "near_ties": run.near_ties,
+                "logical_bytes": run.logical_bytes,
+                "physical_bytes": run.physical_bytes,
+                "full_bytes": run.full_bytes,
+                "physical": physical,
+                "loop": "live",
+            }
+        )
+    if as_json:
+        print_json({"prompt_length": prefix.length, "results": rows})
+        return
+    table = narrow_table("policy")
+    shown = [] if physical else [name for name in MEASURED if any(row[name] is not None for row in rows)]
+    for name in ["steps", *(MEASURED[name] for name in shown), "evicted", "KV held\nMB", "in memory\nMB", "full\nMB"]:
+        table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+    for one, row in zip(policies, rows, strict=True):
+        sizes = [f"{row[name] / 1e6:.2f}" for name in ("logical_bytes", "physical_bytes", "full_bytes")]
+        numbers = ["-" if row[name] is None else f"{row[name]:.3f}" for name in shown]
+        table.add_row(Text(str(one)), str(row["steps"]), *numbers, str(row["evictions"]), *sizes)
+    console.print(table, highlight=False)
+    for one, row in zip(policies, rows, strict=True):
+        say(f"{one}: {' '.join(row['text'].split())}")
+    kind = "evicted keys removed" if physical else "evicted keys masked"
+    say(f"live; prompt {prefix.length} tokens; {kind}; {budget_note(chosen)}")
+
+
+def _stops(model: Any, tokenizer: Any) -> list[int]:
+    from kvsim_traces.recorder import eos_tokens
+
+    return eos_tokens(model, tokenizer)
