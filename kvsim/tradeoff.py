@@ -13,12 +13,11 @@ import numpy as np
 from kvsim_traces import Trace, open_trace
 
 from kvsim.engines.outcome import Progress
-from kvsim.errors import KvsimError, PolicyError
-from kvsim.head import Coefficients
-from kvsim.plan import FloatArray, Plan, ScoreSource
-from kvsim.policy import Policy, parse
+from kvsim.errors import KvsimError
+from kvsim.plan import FloatArray, Plan
+from kvsim.policy import Policy
 from kvsim.replay import choose_budget
-from kvsim.scoring import attention_scores, head_mean_scores, independent_scores
+from kvsim.shadow import LinearPlan, bundles, full_scores, linear_plans
 
 __all__ = ["DEFAULT_H", "DEFAULT_POLICIES", "PARTS", "TradeOff", "Utility", "decompose"]
 
@@ -125,26 +124,23 @@ def decompose(
     for width in widths:
         if isinstance(width, bool) or not isinstance(width, int) or width < 0:
             raise KvsimError(f"h must be a number of steps of at least 0, got {width!r}")
-    if not widths or not policies:
-        raise KvsimError("name at least one policy and one h")
+    if not widths:
+        raise KvsimError("name at least one h")
     trace = trace if isinstance(trace, Trace) else open_trace(trace)
-    parsed = [(parse(policy) if isinstance(policy, str) else policy).with_budget(chosen) for policy in policies]
-    plans = [_linear(policy, policy.plan(trace)) for policy in parsed]
-    bundles: dict[tuple[str, str], list[int]] = {}
-    for index, (policy, plan) in enumerate(zip(parsed, plans, strict=True)):
-        bundles.setdefault((str(policy.expand().score), plan.groups.kind), []).append(index)
+    plans = linear_plans(trace, policies, chosen)
+    together = bundles(plans)
     variants: list[int | None] = [None] if utility is not None else list(widths)
     results: dict[tuple[int, int], TradeOff] = {}
-    for done, members in enumerate(bundles.values()):
+    for done, members in enumerate(together):
 
         def advance(step: int, steps: int, offset: int = done) -> None:
             if progress is not None:
-                progress(offset * steps + step, len(bundles) * steps)
+                progress(offset * steps + step, len(together) * steps)
 
         losses = _Pass(trace, [plans[index] for index in members], variants, utility).run(advance)
         for place, index in enumerate(members):
             for v, variant in enumerate(variants):
-                results[index, v] = _result(trace, plans[index], variant, losses[v, place])
+                results[index, v] = _result(trace, plans[index].plan, variant, losses[v, place])
     return [results[index, v] for index in range(len(plans)) for v in range(len(variants))]
 
 
@@ -155,28 +151,20 @@ def _result(trace: Trace, plan: Plan, h: int | None, losses: FloatArray) -> Trad
     return TradeOff(plan.policy, trace.path.name, trace.hash, h, budget, layer, lag, boundary, parts)
 
 
-def _linear(policy: Policy, plan: Plan) -> Plan:
-    """Give the plan back if it is one linear recurrence with the same weights at every step."""
-    why = None
-    if plan.window or plan.pool != 1 or plan.score.redundancy is not None or plan.rescue is not None:
-        why = "ranks by more than one linear recurrence over scores"
-    elif plan.evicts[0] or not plan.evicts[1:].all() or plan.batch:
-        why = "does not evict after every step"
-    elif plan.control is not None or not ((plan.a == plan.a[0]).all() and (plan.b == plan.b[0]).all()):
-        why = "changes its weights from step to step"
-    if why is not None:
-        raise PolicyError(f"{policy}: {why}; the trade-off is that of a linear rule (single, cumulative, ema)")
-    return plan
-
-
 class _Pass:
     """One pass over a recording's steps for plans that share scores and groups."""
 
-    def __init__(self, trace: Trace, plans: list[Plan], variants: list[int | None], utility: Utility | None) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        members: list[LinearPlan],
+        variants: list[int | None],
+        utility: Utility | None,
+    ) -> None:
+        plans, rules = [one.plan for one in members], [one.rule for one in members]
         self.trace, self.plans, self.variants, self.utility = trace, plans, variants, utility
         self.groups = plans[0].groups
         # Rules that weigh layers alike share the sums over layers, which are most of the work.
-        rules = [Coefficients(plan.a[0], plan.b[0], plan.reset) for plan in plans]
         weights = np.stack([rule.layer_weights for rule in rules])
         self.weights, self.which = np.unique(weights, axis=0, return_inverse=True)
         self.decay = [rule.step_decay for rule in rules]
@@ -203,7 +191,8 @@ class _Pass:
         for t in range(steps):
             n = trace.prompt_length + t + 1
             while read <= min(t + self.reach, steps - 1):
-                scores = self._scores(read + 1)
+                scores = full_scores(trace, self.groups, self.plans[0].score, read + 1)
+                scores = scores.reshape(count * depth, -1)
                 ring[read % len(ring), :, : scores.shape[1]] = scores
                 read += 1
             s = ring[t % len(ring), :, :n].reshape(count, depth, n)
@@ -253,28 +242,6 @@ class _Pass:
                     lost = loss(states[p, g], worth[g], best[budget], budget, sink, recent)
                     out[p, place] += lost / self.groups.count
 
-    def _scores(self, step: int) -> FloatArray:
-        """Give the full-cache scores of a step, [G * K, n]: those of the groups, one after the other."""
-        trace, groups, source = self.trace, self.groups, self.plans[0].score
-        layers = list(groups.layers)
-        everything = np.arange(trace.prompt_length + step)
-        if source.kind != "attention":
-            return np.concatenate(
-                [independent_scores(source, groups, g, everything, step) for g in range(groups.count)]
-            )
-        heads_known = trace.capture != "scores"
-        rows = (trace.attention_rows(step, layers) if heads_known else trace.score_rows(step, layers)).astype(float)
-        found = []
-        for g in range(groups.count):
-            members, heads, _ = groups.members(g)
-            if not heads_known:
-                found.append(head_mean_scores(source, rows, groups, g, everything))
-            elif _is_plain(source):
-                found.append(rows[members, heads].mean(axis=1))
-            else:
-                found.append(attention_scores(source, rows, groups, g, everything, renormalise=False))
-        return np.concatenate(found)
-
     def _utilities(self, step: int, n: int) -> FloatArray:
         assert self.utility is not None
         given = np.asarray(self.utility(step), dtype=np.float64)
@@ -284,7 +251,3 @@ class _Pass:
                 f"utilities of step {step} must be finite numbers of shape {list(want)}, got shape {list(given.shape)}"
             )
         return np.concatenate([given[self.groups.members(g)[0]] for g in range(self.groups.count)])
-
-
-def _is_plain(source: ScoreSource) -> bool:
-    return source.heads == "mean" and source.weight is None and not (source.entropy or source.pivotal or source.signed)
