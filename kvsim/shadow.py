@@ -1,6 +1,6 @@
 """Linear rules in shadow mode, where nothing is evicted: their scores are those of the full cache."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,7 @@ from kvsim.plan import FloatArray, Groups, Plan, ScoreSource
 from kvsim.policy import Policy, parse
 from kvsim.scoring import attention_scores, head_mean_scores, independent_scores
 
-__all__ = ["LinearPlan", "bundles", "full_scores", "linear_plans"]
+__all__ = ["LinearPlan", "bundles", "full_scores", "layer_means", "linear_plans"]
 
 
 class LinearPlan(NamedTuple):
@@ -109,6 +109,36 @@ def full_scores(trace: Trace, groups: Groups, source: ScoreSource, step: int) ->
         else:
             found.append(attention_scores(source, rows, groups, g, everything, renormalise=False))
     return np.stack(found)
+
+
+def layer_means(trace: Trace, plans: Sequence[LinearPlan]) -> Iterator[FloatArray]:
+    """Give the prompt's full-cache scores, averaged over layers with each rule's weights, step after step.
+
+    Parameters
+    ----------
+    trace : Trace
+        The recording.
+    plans : sequence of LinearPlan
+        P rules that share scores and groups; see `bundles`.
+
+    Yields
+    ------
+    array
+        [P, G, L0]: x = sum of w[l] s[l] over the sum of w, w being `Coefficients.layer_weights`. Up to a factor, a rule
+        whose step decay is A ranks by ``mu <- A mu + (1 - A) x``, or by the running mean of x if A = 1.
+    """
+    from kvsim.engines.cpu.losses import weigh
+
+    weights = np.stack([one.rule.layer_weights for one in plans])
+    weights, which = np.unique(weights / weights.sum(axis=1, keepdims=True), axis=0, return_inverse=True)
+    plan, prompt = plans[0].plan, trace.prompt_length
+    for step in range(1, trace.num_steps + 1):
+        scores = np.ascontiguousarray(full_scores(trace, plan.groups, plan.score, step)[..., :prompt])
+        means = np.empty((len(weights), plan.groups.count, prompt))
+        for g, own in enumerate(scores):
+            # One sum after the other, the same for every position, so that equal scores stay equal.
+            weigh(weights, own, means[:, g])
+        yield means[which]
 
 
 def _is_plain(source: ScoreSource) -> bool:
