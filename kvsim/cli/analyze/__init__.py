@@ -4,6 +4,7 @@ import typer
 
 from kvsim.cli.analyze.alpha import alpha
 from kvsim.cli.analyze.memory import memory
+from kvsim.cli.analyze.momentum import momentum
 from kvsim.cli.analyze.stability import stability
 from kvsim.cli.output import ErrorGroup
 
@@ -12,4 +13,5 @@ __all__ = ["app"]
 app = typer.Typer(cls=ErrorGroup, help="Measure what aggregation trades against what.", no_args_is_help=True)
 app.command()(alpha)
 app.command()(memory)
+app.command()(momentum)
 app.command()(stability)
