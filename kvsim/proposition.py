@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvsim.plan import FloatArray
 
-__all__ = ["ema_states", "finite_factor", "limit_factor", "mean_factor", "variance_factor"]
+__all__ = ["ema_states", "ema_update", "finite_factor", "limit_factor", "mean_factor", "variance_factor"]
 
 
 def ema_states(scores: npt.ArrayLike, decay: float, scored: npt.ArrayLike | None = None) -> FloatArray:
@@ -38,10 +38,15 @@ def ema_states(scores: npt.ArrayLike, decay: float, scored: npt.ArrayLike | None
     for t, update in enumerate(updates):
         if update:
             count += 1
-            weight = 1 / count if decay == 1 else 1 - decay
-            state = (1 - weight) * state + weight * x[t]
+            state = ema_update(state, x[t], decay, count)
         states[t] = state
     return states
+
+
+def ema_update(state: FloatArray, scores: FloatArray, decay: float, updates: int) -> FloatArray:
+    """Take the `updates`-th update (from 1) of a state: ``A mu + (1 - A) x``, or the running mean if A = 1."""
+    weight = 1 / updates if decay == 1 else 1 - decay
+    return (1 - weight) * state + weight * scores
 
 
 def mean_factor(decay: float, updates: npt.ArrayLike) -> FloatArray:

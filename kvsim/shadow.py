@@ -13,7 +13,7 @@ from kvsim.plan import FloatArray, Groups, Plan, ScoreSource
 from kvsim.policy import Policy, parse
 from kvsim.scoring import attention_scores, head_mean_scores, independent_scores
 
-__all__ = ["LinearPlan", "bundles", "full_scores", "layer_means", "linear_plans"]
+__all__ = ["LinearPlan", "bundles", "check_boundary", "full_scores", "layer_means", "linear_plans"]
 
 
 class LinearPlan(NamedTuple):
@@ -72,6 +72,24 @@ def _rule(policy: Policy, plan: Plan) -> Coefficients:
     if why is not None:
         raise PolicyError(f"{policy}: {why}; this is measured for a linear rule (single, cumulative, ema)")
     return Coefficients(plan.a[0], plan.b[0], plan.reset)
+
+
+def check_boundary(trace: Trace, one: LinearPlan) -> None:
+    """Refuse a rule that has no boundary among the prompt positions of a trace, or does not start at 0.
+
+    Raises
+    ------
+    KvsimError
+        If so.
+    """
+    if one.plan.m0.any():
+        raise KvsimError(f"{one.policy}: starts from the prompt's mass, and Proposition 1 from a state of 0")
+    most = int(one.plan.budgets.max())
+    if most >= trace.prompt_length:
+        raise KvsimError(
+            f"{one.policy}: a budget of {most} tokens leaves out none of the {trace.prompt_length} prompt positions of "
+            f"{trace.path}, so there is no boundary; lower the budget"
+        )
 
 
 def full_scores(trace: Trace, groups: Groups, source: ScoreSource, step: int) -> FloatArray:

@@ -15,7 +15,7 @@ from kvsim.pairs import Bound, Pair, Process, Series, Shuffled, mean_of, measure
 from kvsim.plan import FloatArray
 from kvsim.policy import Policy
 from kvsim.replay import choose_budget
-from kvsim.shadow import LinearPlan, bundles, layer_means, linear_plans
+from kvsim.shadow import LinearPlan, bundles, check_boundary, layer_means, linear_plans
 
 __all__ = ["DEFAULT_POLICIES", "Stability", "Tally", "rank_stability"]
 
@@ -207,7 +207,7 @@ def rank_stability(
         raise KvsimError(f"{trace.path}: has {trace.num_steps} step; rank stability is measured over at least 2")
     plans = linear_plans(trace, policies, chosen)
     for one in plans:
-        _check(trace, one)
+        check_boundary(trace, one)
     together = bundles(plans)
     steps, total = trace.num_steps, 2 * trace.num_steps * len(together)
     results: dict[int, Stability] = {}
@@ -221,17 +221,6 @@ def rank_stability(
         for index, series in zip(members, _series(trace, own, advance), strict=True):
             results[index] = _measure(trace, plans[index], series, shuffles, seed)
     return [results[index] for index in range(len(plans))]
-
-
-def _check(trace: Trace, one: LinearPlan) -> None:
-    if one.plan.m0.any():
-        raise KvsimError(f"{one.policy}: starts from the prompt's mass, and Proposition 1 from a state of 0")
-    most = int(one.plan.budgets.max())
-    if most >= trace.prompt_length:
-        raise KvsimError(
-            f"{one.policy}: a budget of {most} tokens leaves out none of the {trace.prompt_length} prompt positions of "
-            f"{trace.path}, so there is no boundary; lower the budget"
-        )
 
 
 def _series(trace: Trace, plans: list[LinearPlan], advance: Callable[[int], None]) -> list[list[Series]]:
