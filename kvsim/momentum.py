@@ -242,8 +242,9 @@ def _advance(
         return
     rule = one.rule
     after = _layer_states(rule, state[:, :n], s)
-    state[:, :n] = after[:, -1]
     weighted = np.einsum("k,gkn->gn", rule.layer_weights, s)
+    # As below, not after[:, -1], so that no change makes no difference.
+    state[:, :n] = rule.step_decay * state[:, :n] + weighted
     budgets = one.plan.budgets.tolist()
     for record, other in zip(found, changed, strict=True):
         apart = np.linalg.norm(other - s, axis=-1)

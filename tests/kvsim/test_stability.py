@@ -224,17 +224,18 @@ def test_the_gap_has_the_mean_and_the_variance_of_the_proposition_at_every_step(
 
 @pytest.mark.parametrize("decay", [0, 0.5, 0.8, 0.95, 1])
 def test_the_finite_bound_holds_at_every_step(drawn, decay):
-    """Misranking averaged over pairs and recordings stays below the bound's average, within three standard errors."""
+    """Where the bound says something, misranking stays below it on average, within three standard errors."""
     t = np.arange(1, STEPS + 1)[:, None]
     excess, share = [], []
     for gap, delta, variance in drawn:
         wrong = ema_states(gap, decay) < 0
-        bound = np.minimum(1, finite_factor(decay, t) * variance / delta**2)
-        excess.append((wrong - bound).mean(axis=1))
-        share.append(wrong.mean(axis=1))
+        bound = finite_factor(decay, t) * variance / delta**2
+        telling = bound < 1
+        excess.append(np.where(telling, wrong - bound, 0).mean(axis=1))
+        share.append((wrong & telling).mean())
     mean, error = over_seeds(excess)
     assert (mean < 3 * error).all()
-    assert np.mean(share) > 0.02, "something is misranked"
+    assert decay < 0.8 or np.mean(share) > 0.003, "something is misranked"
 
 
 def test_the_limit_alone_fails_early(drawn):
