@@ -56,7 +56,7 @@ class Pair:
         Share of the last half of the steps with the order reversed; None if the means are equal in float32, as there is
         no order then, and nothing to bound either.
     asymptotic, finite : float or None
-        The bounds on it, not capped: 1 or more says nothing.
+        The bounds on it from the sum of the two variances, not capped: 1 or more says nothing.
     variance_ratio : float or None
         Mean square of what the gap of the states lies off its expectation, over the last half of the steps, over the
         variance that Proposition 1 gives it there. None where both scores are constant.
@@ -79,6 +79,14 @@ class Pair:
     finite: float | None
     variance_ratio: float | None
 
+    @property
+    def asymptotic_common(self) -> float | None:
+        """The asymptotic bound with one sigma^2 for both, the larger variance, as the paper writes it."""
+        total = self.variance_above + self.variance_below
+        if self.asymptotic is None or total == 0:
+            return self.asymptotic
+        return self.asymptotic * 2 * max(self.variance_above, self.variance_below) / total
+
     def violated(self, bound: Bound) -> bool:
         """Say whether the pair is in the wrong order more often than a bound allows."""
         value = self.asymptotic if bound == "asymptotic" else self.finite
@@ -86,7 +94,8 @@ class Pair:
 
     def summary(self) -> dict[str, Any]:
         """Give everything, ready for JSON."""
-        return dict(vars(self)) | {f"{bound}_violated": self.violated(bound) for bound in BOUNDS}
+        told = {f"{bound}_violated": self.violated(bound) for bound in BOUNDS}
+        return dict(vars(self)) | {"asymptotic_common": self.asymptotic_common} | told
 
 
 @dataclass(frozen=True)

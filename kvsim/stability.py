@@ -118,6 +118,12 @@ class Stability:
             median=median(values),
         )
 
+    @property
+    def common_violated(self) -> int:
+        """Pairs that violate even the asymptotic bound with the larger variance for both; see `Pair`."""
+        pairs = ((pair.misranked, pair.asymptotic_common) for pair in self.pairs)
+        return sum(share is not None and bound is not None and share > bound for share, bound in pairs)
+
     def summary(self) -> dict[str, Any]:
         """Give everything but the pairs and the steps, ready for JSON; None where there is nothing to tell."""
         told = [pair.misranked for pair in self.pairs if pair.misranked is not None]
@@ -135,6 +141,7 @@ class Stability:
             "misranked_median": median(told),
             "misranked_shuffled": None if self.shuffled is None else self.shuffled.misranked,
             "asymptotic": self.tally("asymptotic").summary(),
+            "asymptotic_common_violated": self.common_violated,
             "finite": self.tally("finite").summary(),
             "autocorrelation": median([pair.autocorrelation for pair in self.pairs]),
             "autocorrelation_tokens": median(own),
@@ -164,7 +171,8 @@ def rank_stability(
     The bounds are ``f (v_i + v_j) / delta^2`` with the pair's own time means and (population) variances. For the
     asymptotic one f is ``(1 - A) / (1 + A)``; for the finite-t one it is ``(1 - A)(1 + A^t) / ((1 + A)(1 - A^t))``, t
     counting updates, averaged over the steps of the last half. The paper's ``2 sigma^2`` has one sigma^2 that bounds
-    both variances; their sum takes its place here, the tightest that its proof gives.
+    both variances; their sum takes its place here, the tightest that its proof gives. How many pairs violate even the
+    bound with the larger variance for both is `Stability.common_violated`.
 
     Parameters
     ----------
