@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from kvsim.cli import analyze, bench, compare, live, policies, record, replay, sweep, trace, train_scorer
+from kvsim.cli import analyze, bench, compare, live, policies, record, replay, sweep, tasks, trace, train_scorer
 from kvsim.cli.output import ErrorGroup
 from kvsim.version import __version__
 
@@ -42,6 +42,7 @@ app.command()(compare.compare)
 app.command()(record.record)
 app.command()(live.live)
 app.command()(policies.policies)
+app.command()(tasks.tasks)
 app.command("train-scorer")(train_scorer.train_scorer)
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(trace.app, name="trace")

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvsim_traces.errors import TraceError
 from kvsim_traces.paths import local_path, path_kind
 
+_REFUSALS = (OSError, ValueError, TypeError, RuntimeError, ImportError, KeyError)
+
 
 def _gguf_file(path: Path) -> Path | None:
     """Return the GGUF file a path means: itself, or the only one in a directory that is no transformers folder."""
@@ -27,6 +29,39 @@ def _gguf_file(path: Path) -> Path | None:
         found = f"{len(files)} .gguf files" if files else "no .gguf file"
         raise TraceError(f"{path}: not a model directory (no config.json and {found})")
     return files[0]
+
+
+def _source(path: str | Path) -> tuple[Path, Path, dict[str, Any]]:
+    """Return a path, the folder for ``from_pretrained`` and the arguments that say what to read in it."""
+    local_path(path)
+    path = Path(path)
+    gguf = _gguf_file(path)
+    if gguf is None:
+        return path, path, {"local_files_only": True}
+    return path, gguf.parent, {"local_files_only": True, "gguf_file": gguf.name}
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Load the tokenizer of a model, without its weights.
+
+    Parameters
+    ----------
+    path : str or Path
+        As for `load_model`.
+
+    Raises
+    ------
+    TraceError
+        When the path is no model, or transformers cannot load its tokenizer. Nothing is ever downloaded.
+    """
+    path, folder, source = _source(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), **source)
+    except _REFUSALS as error:
+        raise TraceError(f"{path}: transformers cannot load this model's tokenizer: {error}") from error
+    if "gguf_file" in source:
+        tokenizer.name_or_path = str(folder / source["gguf_file"])
+    return tokenizer
 
 
 def load_model(
@@ -60,9 +95,7 @@ def load_model(
     TraceError
         When the path is no model, or transformers cannot load it. Nothing is ever downloaded.
     """
-    local_path(path)
-    path = Path(path)
-    gguf = _gguf_file(path)
+    path, folder, source = _source(path)
     place = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype is None:
         dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
@@ -71,20 +104,15 @@ def load_model(
         if not isinstance(number_type, torch.dtype):
             raise TraceError(f"dtype: {dtype!r} is not a torch number type; use float32, bfloat16 or float16")
         dtype = number_type
-    source: dict[str, Any] = {"local_files_only": True}
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
-    folder = path
-    if gguf is not None:
-        folder = gguf.parent
-        source["gguf_file"] = gguf.name
-        # Newer transformers keep GGUF weights packed unless told otherwise; older ones have no such class.
-        if hasattr(transformers, "GgufConfig"):
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    # Newer transformers keep GGUF weights packed unless told otherwise; older ones have no such class.
+    if "gguf_file" in source and hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    tokenizer = load_tokenizer(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), **source)
         model = AutoModelForCausalLM.from_pretrained(str(folder), **source, **options)
-    except (OSError, ValueError, TypeError, RuntimeError, ImportError, KeyError) as error:
+    except _REFUSALS as error:
         raise TraceError(f"{path}: transformers cannot load this model: {error}") from error
-    if gguf is not None:
-        model.config._name_or_path = tokenizer.name_or_path = str(gguf)
+    if "gguf_file" in source:
+        model.config._name_or_path = tokenizer.name_or_path
     return model.to(place).eval(), tokenizer
