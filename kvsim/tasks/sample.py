@@ -38,8 +38,8 @@ class Text:
         How much of the context comes before the first asked needle, in percent of its sentences, lines or documents;
         None for a task without needles.
     needle_spans : tuple of (int, int)
-        Where in `input` the values that are asked for stand, as spans of characters in the order of the text. Empty
-        where the answer is no place in the text (counting words; a yes or no).
+        Where in `input` the values that are asked for stand, as spans of characters in the order of the text; those
+        of alternative answers may overlap. Empty where the answer is no place in the text (counting words; yes or no).
     distractor_spans : tuple of (int, int)
         The same for planted values that are not asked for.
     """

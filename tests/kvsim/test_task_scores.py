@@ -206,6 +206,12 @@ def test_the_table_of_deltas():
     assert rows[2]["low"] < -28.75 < rows[2]["high"] <= 0
     assert (rows[2]["samples"], rows[2]["p"]) == (6, 2 / 8)
     assert all((row["delta"], row["low"], row["high"], row["p"]) == (0, None, None, 1.0) for row in rows[3:])
+    # Changes of 2, 2 and -5 in vt weigh half as much as in qa_1: signs of 2, 2, -5, 10 over 8.
+    two = {"a": {"vt": [0.0] * 4, "qa_1": [0.0, 0.0]}, "b": {"vt": [2.0, 2.0, -5.0, 0.0], "qa_1": [5.0, 0.0]}}
+    average = against_baseline(two, "a")[-1]
+    assert average["delta"] == pytest.approx((-1 + 10) / 8)
+    sums = [abs(a * 2 + b * 2 + c * 5 + d * 10) for a, b, c, d in itertools.product((1, -1), repeat=4)]
+    assert average["p"] == np.mean([value >= 9 for value in sums])
     with pytest.raises(KvsimError, match=r"no scores of the baseline 'none' \(there are: full, tova, same\)"):
         against_baseline(scores, "none")
     with pytest.raises(KvsimError, match="same tasks"):

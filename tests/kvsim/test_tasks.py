@@ -63,6 +63,7 @@ def hotpot(questions=6):
     data = []
     for number in range(questions):
         context = [[f"Page {number}-{place}", [f"Filler of page {place}.", " More of it."]] for place in range(10)]
+        context[0][1].append(f" Nothing was built in {1900 + number}.")
         context[3][1].append(f" The bridge is Bridge {number}.")
         context[7][1].append(f" It was built in {1900 + number}, yes, in {1900 + number}.")
         facts = [[f"Page {number}-3", 2], [f"Page {number}-7", 2]]
@@ -259,13 +260,14 @@ def test_names_and_values_never_repeat():
     assert len(single_words()) == len(set(single_words())) > 1900
 
 
+@pytest.mark.parametrize("length", [290, 1500])
 @pytest.mark.parametrize(("chains", "hops"), [(1, 4), (1, 2), (3, 3)])
-def test_variables_are_handed_down(chains, hops):
+def test_variables_are_handed_down(length, chains, hops):
     task = VariableTracking("vt", num_chains=chains, num_hops=hops)
     for index in range(10):
-        sample = task.sample(index, 1500)
-        example, text = sample.input.split("\n\n\n", 1)[0], sample.input.rsplit("Memorize and track", 1)[1]
-        assert example.count("Memorize and track") == 2 or "\n\nMemorize" in sample.input
+        sample = task.sample(index, length)
+        example, text = sample.input.split("\n\nMemorize and track")
+        assert example.startswith("Memorize and track")
         values = {}
         for name, source in re.findall(r"^VAR (\w+) = (?:VAR )?(\w+) ?$", text, flags=re.MULTILINE):
             assert name not in values
@@ -278,7 +280,7 @@ def test_variables_are_handed_down(chains, hops):
         assert len(sample.distractor_spans) == (chains - 1) * (hops + 1)
         assert f"{hops + 1} variables are assigned the value {value}" in sample.prefix
         noise = [line for line in text.splitlines() if line == NOISE]
-        assert len(noise) > 20
+        assert len(noise) > (20 if length == 1500 else 0)
 
 
 def test_variable_tracking_shows_an_example_of_at_most_500_tokens():
@@ -333,9 +335,19 @@ def test_frequencies_of_coded_words_follow_the_zeta_distribution(length):
     assert counts["..."] in sizes
     for rank, word in enumerate(sample.outputs, 2):
         assert counts[word] in {int(n * rank**-2 / 1.6449340668482264) for n in (words, words + 1)}
-    if len(ranked) > 4:
-        assert counts[ranked[3]] > counts[ranked[4]]
     assert len(ranked) <= max(4, (length - 50) // 50)
+
+
+def test_the_three_most_frequent_words_are_never_in_doubt():
+    fifth = set()
+    for length in range(560, 1200, 7):
+        sample = TASKS["fwe"].sample(0, length, len)
+        counts = Counter(sample.input.split("coded words. ", 1)[1].split("\nQuestion")[0].split())
+        ranked = counts.most_common()
+        assert {word for word, _ in ranked[1:4]} == set(sample.outputs)
+        fifth |= {count for _, count in ranked[4:5]}
+        assert all(count > ranked[4][1] for _, count in ranked[1:4] if len(ranked) > 4)
+    assert fifth >= {1, 2}
 
 
 def test_frequent_words_have_another_distribution_on_request():
