@@ -8,10 +8,10 @@ import numpy as np
 
 from kvsim.errors import KvsimError
 from kvsim.policies.ema import Ema
-from kvsim.policy import parse
+from kvsim.policy import Policy, parse
 from kvsim.tradeoff import PARTS, TradeOff
 
-__all__ = ["best_alphas", "over_traces"]
+__all__ = ["alpha_family", "best_alphas", "over_traces"]
 
 LEVEL = 0.95
 RESAMPLES = 2000
@@ -70,6 +70,14 @@ def over_traces(rows: Sequence[TradeOff], *, resamples: int = RESAMPLES, seed: i
     return averaged
 
 
+def alpha_family(policy: Policy) -> tuple[str, float] | None:
+    """Split an `ema` policy into its string with ``alpha`` for the number, and its alpha; None for other policies."""
+    if not isinstance(policy.head, Ema):
+        return None
+    family = str(dataclasses.replace(policy, head=dataclasses.replace(policy.head, alpha=0.0)))
+    return family.replace("ema:0", "ema:alpha", 1), policy.head.alpha
+
+
 def best_alphas(rows: Sequence[TradeOff]) -> list[dict[str, Any]]:
     """Say which alpha makes each part smallest, on the average over traces.
 
@@ -86,12 +94,10 @@ def best_alphas(rows: Sequence[TradeOff]) -> list[dict[str, Any]]:
     """
     families: dict[tuple[str, int | None], dict[float, dict[str, Any]]] = {}
     for row in over_traces(rows, resamples=1):
-        policy = parse(row["policy"])
-        head = policy.expand().head
-        if isinstance(head, Ema) and isinstance(policy.head, Ema):
-            family = str(dataclasses.replace(policy, head=dataclasses.replace(head, alpha=0.0)))
-            family = family.replace("ema:0", "ema:alpha", 1)
-            families.setdefault((family, row["h"]), {})[head.alpha] = row
+        found = alpha_family(parse(row["policy"]))
+        if found is not None:
+            family, alpha = found
+            families.setdefault((family, row["h"]), {})[alpha] = row
     best = []
     for (family, h), by_alpha in families.items():
         if len(by_alpha) > 1:

@@ -1,0 +1,30 @@
+"""Charts of everything kvsim measures, in Altair; the explorer, the notebooks and ``kvsim chart`` draw these.
+
+Each function takes results, rows of numbers (dicts, objects with a ``summary()``) or polars frames, and gives a chart
+that holds at most 5,000 rows of data: what is more is aggregated first, and the axis says how. Equal input makes equal
+charts.
+
+>>> import kvsim, kvsim.charts
+>>> result = kvsim.replay("traces/samples/smollm2-needle-512", "ema:0.8")  # doctest: +SKIP
+>>> kvsim.charts.retention(result).save("retention.html")  # doctest: +SKIP
+"""
+
+from kvsim.charts.bars import decode_composition, tradeoff
+from kvsim.charts.curves import alpha_sensitivity, budget_curves, quality_cost
+from kvsim.charts.lines import attended_pairs, churn, kept_mass, timeline
+from kvsim.charts.maps import evictions, reference_utility, retention
+
+__all__ = [
+    "alpha_sensitivity",
+    "attended_pairs",
+    "budget_curves",
+    "churn",
+    "decode_composition",
+    "evictions",
+    "kept_mass",
+    "quality_cost",
+    "reference_utility",
+    "retention",
+    "timeline",
+    "tradeoff",
+]

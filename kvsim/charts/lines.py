@@ -1,0 +1,189 @@
+"""Charts of lines over decode steps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import altair as alt
+import numpy as np
+import numpy.typing as npt
+
+from kvsim.charts.intake import Results, notes_of, points_each, results_of, series_of, thinned
+from kvsim.charts.naming import name_of
+from kvsim.charts.style import GREY, HEIGHT, WIDTH, Row, distinct, embed, heading, layered, marked, number
+from kvsim.engines.outcome import METRICS
+from kvsim.errors import KvsimError, unknown_name
+from kvsim.result import Result
+
+__all__ = ["attended_pairs", "churn", "kept_mass", "step_chart", "timeline"]
+
+
+def step_chart(
+    lines: Mapping[str, tuple[npt.NDArray[Any], npt.NDArray[np.float64]]],
+    title: alt.TitleParams,
+    y: str,
+    *,
+    scale: alt.Scale | None = None,
+    rules: Mapping[str, float] | None = None,
+    legend: str = "policy",
+    x: str = "decode step t",
+) -> alt.LayerChart:
+    """Draw lines over steps; long ones as means of bins of steps, with a band from the lowest to the highest.
+
+    Parameters
+    ----------
+    lines : mapping of str to (steps, values)
+        [n] each, by series name; NaN is left out.
+    title : TitleParams
+        From `kvsim.charts.style.heading`.
+    y, x, legend : str
+        What the axes and the legend are called, with units.
+    scale : Scale, optional
+        Of y.
+    rules : mapping of str to float, optional
+        Horizontal lines with their names.
+
+    Raises
+    ------
+    KvsimError
+        If no line has a value.
+    """
+    most = points_each(len(lines))
+    rows: list[Row] = []
+    sizes = set()
+    for index, (name, (steps, values)) in enumerate(lines.items()):
+        own, size = thinned(steps, values, most)
+        sizes.add(size)
+        for row, mark in zip(own, marked(len(own), index), strict=True):
+            rows.append({"series": name, **row, "mark": mark})
+    series = [name for name in lines if any(row["series"] == name for row in rows)]
+    size = max(sizes)
+    encodings = distinct(series, legend)
+    x_axis = alt.X(**number("step", x if size == 1 else f"{x} (means of {size} steps; band: their range)", format="d"))
+    y_axis = alt.Y(**number("value", y, scale=scale))
+    tips = [alt.Tooltip("series:N", title=legend), alt.Tooltip("step:Q", title="step")]
+    tips.append(alt.Tooltip("value:Q", title=y, format=".4g"))
+    if size > 1:
+        tips += [alt.Tooltip("low:Q", format=".4g"), alt.Tooltip("high:Q", format=".4g")]
+    base = alt.Chart(embed(rows)).encode(x=x_axis, tooltip=tips)
+    layers: list[alt.Chart] = []
+    if size > 1:
+        band = base.mark_area(opacity=0.15).transform_filter("isValid(datum.low)")
+        layers.append(band.encode(y=alt.Y("low:Q", title=y), y2="high:Q", color=encodings["color"]))
+    layers.append(base.mark_line().encode(y=y_axis, color=encodings["color"], strokeDash=encodings["strokeDash"]))
+    points = base.mark_point(filled=True, size=45, opacity=1).transform_filter("datum.mark")
+    layers.append(points.encode(y=y_axis, color=encodings["color"], shape=encodings["shape"]))
+    if rules:
+        layers += _rules(rules)
+    return layered(*layers, title=title, width=WIDTH, height=HEIGHT)
+
+
+def _rules(rules: Mapping[str, float]) -> list[alt.Chart]:
+    base = alt.Chart(embed({"level": level, "name": name} for name, level in rules.items())).encode(y="level:Q")
+    rule = base.mark_rule(color=GREY, strokeDash=[1, 3], strokeWidth=1.5)
+    text = base.mark_text(align="left", baseline="bottom", dx=4, dy=-2, color=GREY, fontSize=10)
+    return [rule, text.encode(text="name:N", x=alt.value(0))]
+
+
+def timeline(results: Results, metric: str = "kept_mass") -> alt.LayerChart:
+    """Draw a metric over the steps, one line a result.
+
+    Parameters
+    ----------
+    results : Result or sequence of Result
+        Of any policies, recordings and modes.
+    metric : str
+        A name of `kvsim.engines.outcome.METRICS`.
+
+    Raises
+    ------
+    KvsimError
+        If the metric is unknown or defined for none of the results.
+    """
+    if metric not in METRICS:
+        raise unknown_name("metric", metric, METRICS)
+    found = results_of(results)
+    title, y = name_of(metric)
+    lines = {name: _line(result, metric) for name, result in zip(series_of(found), found, strict=True)}
+    if all(np.isnan(values).all() for _, values in lines.values()):
+        needs = "; output error needs a recording with values (--capture qkv)" if metric == "output_error" else ""
+        raise KvsimError(f"{metric} is not defined for any of these results{needs}")
+    return step_chart(lines, heading(title, *notes_of(found)), y)
+
+
+def _line(result: Result, metric: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
+    return np.arange(1, result.num_steps + 1), result.outcome.metrics[metric]
+
+
+def kept_mass(results: Results) -> alt.LayerChart:
+    """Draw the kept mass over the steps: what each step's query could still see; 1 at step 1."""
+    return timeline(results, "kept_mass")
+
+
+def churn(results: Results) -> alt.LayerChart:
+    """Draw the churn of the retained sets over the steps, beside that of the raw top-B (Fig. 4, App. I).
+
+    Where one token leaves a step, irreversible eviction bounds churn by 2 / (B + 1), whatever the policy; the bound is
+    drawn. Give shadow results (``kvsim.replay(..., shadow=True)``) too: their churn is a property of the ranking.
+
+    Parameters
+    ----------
+    results : Result or sequence of Result
+        Of at least two steps.
+
+    Raises
+    ------
+    KvsimError
+        If the recordings have one step only, which has no churn.
+    """
+    found = results_of(results)
+    lines = {name: _line(result, "churn") for name, result in zip(series_of(found), found, strict=True)}
+    traces = len({result.trace_hash for result in found})
+    raws: dict[bytes, str] = {}
+    for result in found:
+        values = result.outcome.metrics["raw_churn"]
+        if not np.isnan(values).all() and values.tobytes() not in raws:
+            name = "raw top-B" + (f", {result.trace_name}" if traces > 1 else "")
+            if name in lines:
+                name += f", B = {result.budget:.10g}, group={result.plan.groups.kind}"
+            raws[values.tobytes()] = name
+            lines[name] = _line(result, "raw_churn")
+    if all(np.isnan(values).all() for _, values in lines.values()):
+        raise KvsimError("churn compares the sets of two successive steps; there is only one step")
+    budgets = {float(result.budget) for result in found if result.mode == "irreversible"}
+    rules = {f"2 / (B + 1) at B = {budget:.10g}": 2 / (budget + 1) for budget in sorted(budgets)}
+    title, y = name_of("churn")
+    scale = alt.Scale(zero=True, nice=True)
+    return step_chart(lines, heading(title, *notes_of(found)), y, scale=scale, rules=rules if len(rules) == 1 else None)
+
+
+def attended_pairs(results: Results) -> alt.LayerChart:
+    """Draw the attended pairs up to each step: the sum of |V_t| over steps, layers and KV heads (WG-KV Fig. 2b).
+
+    The full cache, which evicts nothing, stands beside them.
+
+    Parameters
+    ----------
+    results : Result or sequence of Result
+        Irreversible results; in shadow mode |V_t| counts what is retained and the step's own position.
+    """
+    found = results_of(results)
+    lines = {name: _pairs(result) for name, result in zip(series_of(found), found, strict=True)}
+    for result in {result.trace_hash: result for result in found}.values():
+        several = len({other.trace_hash for other in found}) > 1
+        steps = np.arange(1, result.num_steps + 1)
+        heads = len(result.plan.groups.layers) * result.plan.groups.num_kv_heads
+        full = np.cumsum((result.prompt_length + steps) * float(heads))
+        lines.setdefault("full cache" + (f", {result.trace_name}" if several else ""), (steps, full))
+    title = heading("Attended pairs up to a step", *notes_of(found))
+    y = "query–key pairs, over layers and KV heads"
+    return step_chart(lines, title, y, scale=alt.Scale(zero=True, nice=True))
+
+
+def _pairs(result: Result) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
+    groups = result.plan.groups
+    start = float(result.prompt_length)
+    if result.outcome.evicted_at is not None:
+        start -= float((result.outcome.evicted_at == 0).sum(axis=1).mean())
+    visible = np.concatenate([[start], result.outcome.metrics["retained"][:-1]]) + 1
+    heads = len(groups.layers) * groups.num_kv_heads
+    return np.arange(1, result.num_steps + 1), np.cumsum(visible * heads)
