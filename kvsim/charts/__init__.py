@@ -11,8 +11,13 @@ charts.
 
 from kvsim.charts.bars import decode_composition, tradeoff
 from kvsim.charts.curves import alpha_sensitivity, budget_curves, quality_cost
+from kvsim.charts.grids import needle_grid
 from kvsim.charts.lines import attended_pairs, churn, kept_mass, timeline
 from kvsim.charts.maps import evictions, reference_utility, retention
+from kvsim.charts.optimum import oracle_gap, oracle_gap_rows
+from kvsim.charts.pairs import rank_stability
+from kvsim.charts.rules import memory_weights, two_tokens
+from kvsim.charts.scorers import scorer_spectrum
 
 __all__ = [
     "alpha_sensitivity",
@@ -22,9 +27,16 @@ __all__ = [
     "decode_composition",
     "evictions",
     "kept_mass",
+    "memory_weights",
+    "needle_grid",
+    "oracle_gap",
+    "oracle_gap_rows",
     "quality_cost",
+    "rank_stability",
     "reference_utility",
     "retention",
+    "scorer_spectrum",
     "timeline",
     "tradeoff",
+    "two_tokens",
 ]

@@ -55,11 +55,10 @@ def tradeoff(rows: Rows, h: int | None = 8) -> alt.VConcatChart:
         panel = _trade_panel(own, labels, order, trace == traces[-1])
         panels.append(panel.properties(title=panel_title(trace)) if len(traces) > 1 else panel)
     how = "true utilities" if chosen is None else f"scores averaged over h = {chosen} steps to either side"
-    notes = (
-        traces[0] if len(traces) == 1 else "",
-        f"shadow mode: nothing is evicted; {how}",
-        "◇ total: the sum of the parts",
-    )
+    key = "diamond: total, the sum of the parts"
+    if any(row.get("total_low") is not None for row in table):
+        key += "; line: its interval over recordings"
+    notes = (traces[0] if len(traces) == 1 else "", f"shadow mode: nothing is evicted; {how}", key)
     return stacked(panels, heading("What a rule loses, and to what", *notes), "x", "fill")
 
 

@@ -19,13 +19,14 @@ __all__ = ["attended_pairs", "churn", "kept_mass", "step_chart", "timeline"]
 
 def step_chart(
     lines: Mapping[str, tuple[npt.NDArray[Any], npt.NDArray[np.float64]]],
-    title: alt.TitleParams,
+    title: alt.TitleParams | None,
     y: str,
     *,
     scale: alt.Scale | None = None,
-    rules: Mapping[str, float] | None = None,
+    rule: float | None = None,
     legend: str = "policy",
     x: str = "decode step t",
+    height: int = HEIGHT,
 ) -> alt.LayerChart:
     """Draw lines over steps; long ones as means of bins of steps, with a band from the lowest to the highest.
 
@@ -33,14 +34,16 @@ def step_chart(
     ----------
     lines : mapping of str to (steps, values)
         [n] each, by series name; NaN is left out.
-    title : TitleParams
+    title : TitleParams or None
         From `kvsim.charts.style.heading`.
     y, x, legend : str
         What the axes and the legend are called, with units.
     scale : Scale, optional
         Of y.
-    rules : mapping of str to float, optional
-        Horizontal lines with their names.
+    height : int
+        Pixels.
+    rule : float, optional
+        Where a dotted line crosses.
 
     Raises
     ------
@@ -72,16 +75,11 @@ def step_chart(
     layers.append(base.mark_line().encode(y=y_axis, color=encodings["color"], strokeDash=encodings["strokeDash"]))
     points = base.mark_point(filled=True, size=45, opacity=1).transform_filter("datum.mark")
     layers.append(points.encode(y=y_axis, color=encodings["color"], shape=encodings["shape"]))
-    if rules:
-        layers += _rules(rules)
-    return layered(*layers, title=title, width=WIDTH, height=HEIGHT)
-
-
-def _rules(rules: Mapping[str, float]) -> list[alt.Chart]:
-    base = alt.Chart(embed({"level": level, "name": name} for name, level in rules.items())).encode(y="level:Q")
-    rule = base.mark_rule(color=GREY, strokeDash=[1, 3], strokeWidth=1.5)
-    text = base.mark_text(align="left", baseline="bottom", dx=4, dy=-2, color=GREY, fontSize=10)
-    return [rule, text.encode(text="name:N", x=alt.value(0))]
+    if rule is not None:
+        level = alt.Chart(embed([{"level": rule}])).encode(y="level:Q")
+        layers.append(level.mark_rule(color=GREY, strokeDash=[1, 3], strokeWidth=1.5))
+    own_title = {} if title is None else {"title": title}
+    return layered(*layers, width=WIDTH, height=height, **own_title)
 
 
 def timeline(results: Results, metric: str = "kept_mass") -> alt.LayerChart:
@@ -150,10 +148,12 @@ def churn(results: Results) -> alt.LayerChart:
     if all(np.isnan(values).all() for _, values in lines.values()):
         raise KvsimError("churn compares the sets of two successive steps; there is only one step")
     budgets = {float(result.budget) for result in found if result.mode == "irreversible"}
-    rules = {f"2 / (B + 1) at B = {budget:.10g}": 2 / (budget + 1) for budget in sorted(budgets)}
+    rule, notes = None, notes_of(found)
+    if len(budgets) == 1:
+        rule = 2 / (budgets.pop() + 1)
+        notes.append(f"dotted: 2 / (B + 1) = {rule:.3g}, the churn of one token that leaves as one comes")
     title, y = name_of("churn")
-    scale = alt.Scale(zero=True, nice=True)
-    return step_chart(lines, heading(title, *notes_of(found)), y, scale=scale, rules=rules if len(rules) == 1 else None)
+    return step_chart(lines, heading(title, *notes), y, scale=alt.Scale(zero=True, nice=True), rule=rule)
 
 
 def attended_pairs(results: Results) -> alt.LayerChart:

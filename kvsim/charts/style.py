@@ -28,7 +28,22 @@ PARTS = ("#1f3b63", "#7d9cc4", "#d5dfeb", "#b0895a", "#5c4322", "#eadfce")
 
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#56b4e9", "#7a3e8e", "#009e73", "#cc79a7", "#b07d00")
 DASHES = ([1, 0], [8, 3], [2, 2], [8, 3, 2, 3], [12, 4], [4, 2], [8, 3, 2, 3, 2, 3])
-SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left")
+SHAPES = (
+    "circle",
+    "square",
+    "triangle-up",
+    "diamond",
+    "cross",
+    "triangle-down",
+    "triangle-right",
+    "triangle-left",
+    "M0,-1.1L0.27,-0.37L1.05,-0.34L0.43,0.14L0.65,0.89L0,0.45L-0.65,0.89L-0.43,0.14L-1.05,-0.34L-0.27,-0.37Z",
+    "M-1,-0.8L1,0.8L1,-0.8L-1,0.8Z",
+    "M-1.1,-0.35L1.1,-0.35L1.1,0.35L-1.1,0.35Z",
+    "M-0.8,-1L0.8,1L-0.8,1L0.8,-1Z",
+    "M-0.35,-1.1L0.35,-1.1L0.35,1.1L-0.35,1.1Z",
+)
+"""Point shapes; the last five are a star, a bow tie, a flat bar, an hourglass and an upright bar."""
 
 GREY = "#6b6b6b"
 MARKS = 10
@@ -73,7 +88,14 @@ def shades(title: str, domain: Sequence[float] | None = None, *, kind: Any = "li
 def distinct(series: Sequence[str], title: str) -> dict[str, Any]:
     """Give the encodings that tell series apart: colour, dash and point shape, with one legend for the three."""
     legend = alt.Legend(
-        title=title, labelLimit=0, titleLimit=0, symbolStrokeWidth=0, symbolSize=70, orient="right", columns=1
+        title=title,
+        labelLimit=0,
+        titleLimit=0,
+        symbolStrokeWidth=0,
+        symbolOpacity=1,
+        symbolSize=70,
+        orient="right",
+        columns=1,
     )
     found: dict[str, Any] = {}
     for channel, values, of in (
