@@ -11,6 +11,7 @@ charts.
 
 from kvsim.charts.bars import decode_composition, tradeoff
 from kvsim.charts.curves import alpha_sensitivity, budget_curves, quality_cost
+from kvsim.charts.files import save
 from kvsim.charts.grids import needle_grid
 from kvsim.charts.lines import attended_pairs, churn, kept_mass, timeline
 from kvsim.charts.maps import evictions, reference_utility, retention
@@ -35,6 +36,7 @@ __all__ = [
     "rank_stability",
     "reference_utility",
     "retention",
+    "save",
     "scorer_spectrum",
     "timeline",
     "tradeoff",

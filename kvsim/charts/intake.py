@@ -1,6 +1,5 @@
 """What charts take: results, rows of numbers, frames; and what they call the series."""
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Union
@@ -20,6 +19,9 @@ __all__ = ["Results", "Rows"]
 Results = Result | Sequence[Result]
 Rows = Union["pl.DataFrame", Iterable[Any]]
 """Rows: dicts, objects with a ``summary()`` (`Result`, `kvsim.tradeoff.TradeOff`, …), or a polars frame."""
+
+TABLES = ("pairs", "rows")
+"""Where results that are tables of their own keep their rows: `Stability`, `Spectrum`, `TwoTokens`, `Sweep`."""
 
 MOST_POINTS = 200
 """Points of one line; longer ones are drawn as means of bins, with their range."""
@@ -52,8 +54,9 @@ def rows_of(given: Rows, *needed: str) -> list[Row]:
     if hasattr(given, "to_dicts"):
         rows = given.to_dicts()
     else:
-        many = [given] if isinstance(given, Mapping) or hasattr(given, "summary") else given
-        rows = [_row(one) for one in many]
+        single = isinstance(given, Mapping) or any(hasattr(given, name) for name in ("summary", *TABLES))
+        many: Any = [given] if single else given
+        rows = [row for one in many for row in _rows(one)]
     if not rows:
         raise KvsimError("nothing to draw: no rows")
     names = dict.fromkeys(name for row in rows for name in row)
@@ -63,13 +66,17 @@ def rows_of(given: Rows, *needed: str) -> list[Row]:
     return rows
 
 
-def _row(one: Any) -> Row:
+def _rows(one: Any) -> list[Row]:
     if isinstance(one, Mapping):
-        return dict(one)
+        return [dict(one)]
+    for name in TABLES:
+        if hasattr(one, name):
+            table = getattr(one, name)
+            labels = {"policy": getattr(one, "policy", None), "trace": getattr(one, "trace_name", None)}
+            known = {label: value for label, value in labels.items() if value is not None}
+            return [known | row for part in (table() if callable(table) else table) for row in _rows(part)]
     if hasattr(one, "summary"):
-        return dict(one.summary())
-    if dataclasses.is_dataclass(one) and not isinstance(one, type):
-        return dataclasses.asdict(one)
+        return [dict(one.summary())]
     raise KvsimError(f"a row is a dict or has a summary(), got {type(one).__name__}")
 
 
@@ -106,11 +113,14 @@ def series_of(results: Sequence[Result]) -> list[str]:
     labels = policy_labels(result.policy for result in results)
     traces = trace_labels(results)
     several_modes = len({result.mode for result in results}) > 1
+    several_loops = len({result.loop for result in results}) > 1
     names = []
     for result in results:
         name = labels[result.policy]
         if several_modes and result.mode == "shadow":
             name += " (shadow)"
+        if several_loops and result.loop != "open":
+            name += " (live)" if result.loop == "live" else f" ({result.loop} loop)"
         if len(traces) > 1:
             name += f", {traces[result.trace_hash]}"
         names.append(name)
@@ -133,7 +143,8 @@ def notes_of(results: Sequence[Result]) -> list[str]:
     ]
     budgets = list(dict.fromkeys(f"{result.budget:.10g}" for result in results if "budget=" in result.policy))
     notes = [", ".join(traces) if len(traces) < 4 else f"{len(traces)} recordings"]
-    how = ["; ".join(modes), "open loop"]
+    loops = ["live" if loop == "live" else f"{loop} loop" for loop in dict.fromkeys(result.loop for result in results)]
+    how = ["; ".join(modes), " and ".join(loops)]
     if budgets:
         how.append(f"B = {', '.join(budgets)} tokens" if len(budgets) < 4 else "several budgets")
     if any(result.approximate for result in results):

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import altair as alt
 
@@ -40,7 +39,7 @@ def rank_stability(rows: Rows, bound: str | None = None) -> alt.VConcatChart:
     KvsimError
         If a column is missing or no pair has a value.
     """
-    table = rows_of(_flat(rows), "misranked")
+    table = rows_of(rows, "misranked")
     if bound is None:
         bound = next((name for name in BOUNDS if any(name in row for row in table)), "finite")
     table = with_values(rows_of(table, bound), "misranked", bound)
@@ -71,20 +70,6 @@ def rank_stability(rows: Rows, bound: str | None = None) -> alt.VConcatChart:
         "above the line: violated; lowest row: never misranked; right of 1 the bound says nothing",
     )
     return stacked(drawn, heading(f"Misranking against the {BOUNDS.get(bound, bound)}", *notes), "fill", "shape")
-
-
-def _flat(rows: Rows) -> Rows:
-    """Take results that have pairs apart into these."""
-    if hasattr(rows, "to_dicts"):
-        return rows
-    flat: list[Any] = []
-    items: Any = [rows] if hasattr(rows, "pairs") else rows
-    for one in items:
-        if hasattr(one, "pairs"):
-            flat += [{"policy": one.policy, "trace": one.trace_name, **pair.summary()} for pair in one.pairs]
-        else:
-            flat.append(one)
-    return flat
 
 
 def _below(values: Sequence[float]) -> float:

@@ -72,69 +72,72 @@ def memory_weights(policies: Sequence[Policy | str], layers: int, *, steps: int 
 def two_tokens(rows: Rows) -> alt.VConcatChart:
     """Draw two tokens near rank B: their raw scores above, a rule's state of them below, and where they flip (Fig. 4).
 
-    A token is in the top-B where it lies above the threshold; a ring marks a step at which that has changed.
+    A token is in the top-B where it is not below the threshold; a ring marks a step at which that has changed.
 
     Parameters
     ----------
     rows : rows
-        One a token and step: ``step``, ``token`` (its name), ``raw``, ``state``, and the thresholds of the step,
-        ``raw_threshold`` and ``state_threshold`` (or one ``threshold`` for both); as `kvsim.boundary.two_tokens` gives.
+        One a token and step: ``step``, ``token`` (its name), ``raw`` (or ``score``), ``state``, and the thresholds of
+        the step, ``raw_threshold`` (or ``score_threshold``) and ``state_threshold``, or one ``threshold`` for both;
+        optional ``position``. As `kvsim.twotokens` gives (its results are taken too).
 
     Raises
     ------
     KvsimError
         If a column is missing, or there are more than eight tokens.
     """
-    table = rows_of(rows, "step", "token", "raw", "state")
-    tokens = list(dict.fromkeys(str(row["token"]) for row in table))
+    table = rows_of(rows, "step", "token", "state")
+    tokens = list(dict.fromkeys(_token(row) for row in table))
     if len(tokens) > len(COLOURS):
         raise KvsimError(f"at most {len(COLOURS)} tokens, got {len(tokens)}")
-    traces = list(dict.fromkeys(str(row[name]) for row in table for name in ("trace",) if row.get(name)))
-    policies = list(dict.fromkeys(str(row["policy"]) for row in table if row.get("policy")))
+    if len(table) + len({row["step"] for row in table}) > MAX_ROWS // 2:
+        raise KvsimError(f"{len(table)} rows are too many for this chart; give fewer steps")
+    labels = [str(row[name]) for row in table for name in ("trace", "policy") if row.get(name)]
+    raw = "raw" if "raw" in table[0] else "score"
     panels = []
-    for column, text in (("raw", "raw score of the step"), ("state", "state of the rule")):
+    for column, name in ((raw, "raw scores"), ("state", "state of the rule")):
         threshold = f"{column}_threshold" if f"{column}_threshold" in table[0] else "threshold"
-        rows_of(table, threshold)
-        own = with_values(table, column, threshold)
-        panels.append(_tokens_panel(own, column, threshold, tokens, text, column == "state"))
-    how = "; ".join([*traces, *policies, "shadow mode: nothing is evicted"])
+        own = with_values(rows_of(table, column, threshold), column, threshold)
+        panels.append(_tokens_panel(own, column, threshold, tokens, name, column == "state"))
+    how = "; ".join([*dict.fromkeys(labels), "shadow mode: nothing is evicted"])
     title = heading(
         "Two tokens at the boundary", how, "dashed: threshold of rank B; ring: the token has just crossed it"
     )
     return stacked(panels, title, "color", "shape", "strokeDash")
 
 
+def _token(row: Row) -> str:
+    return f"{row['token']}: position {row['position']}" if "position" in row else str(row["token"])
+
+
 def _tokens_panel(
-    rows: list[Row], column: str, threshold: str, tokens: list[str], text: str, last: bool
+    rows: list[Row], column: str, threshold: str, tokens: list[str], name: str, last: bool
 ) -> alt.LayerChart:
     points: list[Row] = []
     flips = 0
     for token in tokens:
-        own = sorted((row for row in rows if str(row["token"]) == token), key=lambda row: row["step"])
+        own = sorted((row for row in rows if _token(row) == token), key=lambda row: row["step"])
         above: bool | None = None
         for row in own:
-            now = bool(row[column] > row[threshold])
+            now = bool(row[column] >= row[threshold])
             flip = above is not None and now != above
             above, flips = now, flips + flip
             values = {"value": float(row[column]), "threshold": float(row[threshold])}
             points.append({"series": token, "step": row["step"], **values, "flip": flip})
-    if len(points) > MAX_ROWS - len(points) // len(tokens):
-        raise KvsimError(f"{len(points)} rows are too many for this chart; give fewer steps")
     encodings = distinct(tokens, "token")
     x = alt.X(**number("step", "decode step t" if last else None, format="d"))
-    y = number("value", text)
+    y = number("value", name)
     base = alt.Chart(embed(points)).encode(x=x, y=alt.Y(**y))
     tips = [alt.Tooltip("series:N", title="token"), "step:Q", alt.Tooltip("value:Q", format=".4g")]
     tips.append(alt.Tooltip("threshold:Q", format=".4g"))
     step_rows = {row["step"]: row for row in points}
     line = alt.Chart(embed({"step": s, "threshold": step_rows[s]["threshold"]} for s in sorted(step_rows)))
     rule = line.mark_line(color=GREY, strokeDash=[6, 4], strokeWidth=1.5).encode(
-        x=x, y=alt.Y("threshold:Q", title=text)
+        x=x, y=alt.Y("threshold:Q", title=name)
     )
     lines = base.mark_line().encode(color=encodings["color"], strokeDash=encodings["strokeDash"])
     marks = base.mark_point(filled=True, size=45, opacity=1)
     marks = marks.encode(color=encodings["color"], shape=encodings["shape"], tooltip=tips)
     rings = base.transform_filter("datum.flip").mark_point(size=170, color="black", strokeWidth=1.5, filled=False)
-    name = {"raw": "raw scores", "state": "state of the rule"}[column]
     title = panel_title(f"{name}: {flips} flip{'s' * (flips != 1)}")
     return layered(rule, lines, marks, rings, width=WIDTH, height=170, title=title)

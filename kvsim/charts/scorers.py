@@ -1,7 +1,5 @@
 """The spectrum of scorers, layer by layer."""
 
-from typing import Any
-
 import altair as alt
 
 from kvsim.charts.intake import Rows, rows_of, with_values
@@ -36,7 +34,7 @@ def scorer_spectrum(rows: Rows, average: str = "mean_of_layers") -> alt.VConcatC
     ----------
     rows : rows
         ``scorer``, ``layer`` (None for an average over depth), ``spearman``, ``top_jaccard``; optional ``trace``, and
-        ``reading`` where there are several averages; as ``kvsim.spectrum.spectrum(...).rows`` gives.
+        ``reading`` where there are several averages; as `kvsim.spectrum` gives (its results are taken too).
     average : str
         Which reading the points at the right are.
 
@@ -45,8 +43,7 @@ def scorer_spectrum(rows: Rows, average: str = "mean_of_layers") -> alt.VConcatC
     KvsimError
         If a column is missing, or nothing has a value.
     """
-    given: Any = rows
-    table = rows_of(given.rows if hasattr(given, "left_out") else given, "scorer", "layer", *MEASURES)
+    table = rows_of(rows, "scorer", "layer", *MEASURES)
     table = [row for row in table if row["layer"] is not None or row.get("reading", average) == average]
     scorers = list(dict.fromkeys(str(row["scorer"]) for row in table))
     traces = list(dict.fromkeys(str(row.get("trace", "")) for row in table))

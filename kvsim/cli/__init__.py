@@ -4,7 +4,20 @@ from typing import Annotated
 
 import typer
 
-from kvsim.cli import analyze, bench, compare, live, policies, record, replay, sweep, tasks, trace, train_scorer
+from kvsim.cli import (
+    analyze,
+    bench,
+    chart,
+    compare,
+    live,
+    policies,
+    record,
+    replay,
+    sweep,
+    tasks,
+    trace,
+    train_scorer,
+)
 from kvsim.cli.output import ErrorGroup
 from kvsim.version import __version__
 
@@ -39,6 +52,7 @@ def _root(
 app.command()(replay.replay)
 app.command()(sweep.sweep)
 app.command()(compare.compare)
+app.command()(chart.chart)
 app.command()(record.record)
 app.command()(live.live)
 app.command()(policies.policies)

@@ -1,0 +1,96 @@
+"""``kvsim chart``: the charts of `kvsim.charts`, from recordings and policies."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from kvsim_traces import open_trace
+from rich.text import Text
+
+from kvsim.cli.chart_kinds import KINDS, RATIOS, Request, check_metric
+from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Shadow, Traces, find_traces
+from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say, stderr
+from kvsim.errors import KvsimError, unknown_name
+from kvsim.replay import choose_budget
+
+__all__ = ["chart"]
+
+
+def chart(
+    kind: Annotated[
+        str | None, typer.Argument(metavar="KIND", help=f"One of: {', '.join(KINDS)}. Without one, they are explained.")
+    ] = None,
+    more: More = None,
+    trace: Traces = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ends with .html, .json (Vega-Lite), .png or .svg.")
+    ] = None,
+    compression_ratio: CompressionRatio = None,
+    budget: BudgetText = None,
+    metric: Annotated[
+        str | None, typer.Option(metavar="NAME", help="For steps, alpha, budgets and cost; kept_mass by default.")
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option(metavar="ORDER", help="For retention: position (the default) or utility.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="For retention: the raw top-B sets as well.")] = False,
+    shadow: Shadow = False,
+    h: Annotated[int, typer.Option("--h", metavar="STEPS", help="For tradeoff: half width of the average.")] = 8,
+    ratios: Annotated[
+        str, typer.Option(metavar="R,R,…", help="For budgets and cost: compression ratios, each the fraction REMOVED.")
+    ] = ",".join(RATIOS),
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Draw a chart of recordings and policies into a file, or print it as Vega-Lite with --json.
+
+    Pictures (.png, .svg) need the extra charts, that is vl-convert-python.
+
+    Example: kvsim chart retention --trace traces/samples/smollm2-needle-512 --policy ema:0.8,over=step --out map.html
+    """
+    if kind is None:
+        _list(as_json)
+        return
+    if kind not in KINDS:
+        raise unknown_name("kind of chart", kind, KINDS)
+    if out is None and not as_json:
+        raise KvsimError("name a file with --out FILE.html, or print the chart with --json")
+    check_metric(metric)
+    from kvsim.charts.files import check_path, save
+
+    if out is not None:
+        check_path(out)
+    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    with progress_bar(kind, quiet=quiet or as_json) as advance:
+        request = Request(
+            traces=traces,
+            policies=policy or [],
+            budget=choose_budget(compression_ratio, budget),
+            metric=metric,
+            sort=sort,
+            shadow=shadow,
+            raw=raw,
+            h=h,
+            ratios=tuple(ratios.split(",")),
+            advance=advance,
+        )
+        drawn = KINDS[kind].draw(request)
+    if out is not None:
+        save(drawn, out)
+        say(f"wrote {out}", to=stderr)
+    if as_json:
+        print_json(drawn.to_dict())
+
+
+def _list(as_json: bool) -> None:
+    if as_json:
+        print_json({"kinds": [{"name": name, "doc": kind.doc} for name, kind in KINDS.items()]})
+        return
+    table = narrow_table("kind")
+    table.add_column("shows")
+    for name, kind in KINDS.items():
+        table.add_row(Text(name), Text(kind.doc))
+    console.print(table, highlight=False)

@@ -1,0 +1,242 @@
+"""What ``kvsim chart`` can draw: for each kind, which replays or analyses it takes, and which chart."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kvsim_traces import Trace
+
+from kvsim.budget import Budget
+from kvsim.engines.outcome import METRICS, Progress
+from kvsim.errors import KvsimError, unknown_name
+from kvsim.policy import Policy, parse
+from kvsim.replay import replay_many
+from kvsim.result import Result
+
+if TYPE_CHECKING:
+    import altair as alt
+
+    Chart = alt.LayerChart | alt.VConcatChart
+
+__all__ = ["KINDS", "RATIOS", "Kind", "Request"]
+
+RATIOS = ("0.5", "0.75", "0.9", "0.95")
+ALPHAS = (0, 0.3, 0.6, 0.8, 0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a chart is asked for.
+
+    Attributes
+    ----------
+    traces : list of Trace
+        The recordings, at least one.
+    policies : list of str
+        Policy strings; none for a kind's own.
+    budget : Budget
+        For policies without one.
+    metric, sort : str or None
+        The metric of a chart that has a choice, and the order of a retention map.
+    shadow, raw : bool
+        Evict nothing; draw the raw top-B sets too.
+    h : int
+        Half width of the moving average of the trade-off.
+    ratios : tuple of str
+        Compression ratios of the charts against budget or cost.
+    advance : callable
+        Told (done, all).
+    """
+
+    traces: list[Trace]
+    policies: list[str]
+    budget: Budget
+    metric: str | None = None
+    sort: str | None = None
+    shadow: bool = False
+    raw: bool = False
+    h: int = 8
+    ratios: tuple[str, ...] = RATIOS
+    advance: Progress = field(default=lambda done, total: None)
+
+    def one_trace(self, kind: str) -> Trace:
+        """Give the recording of a chart that shows one.
+
+        Raises
+        ------
+        KvsimError
+            If there are several.
+        """
+        if len(self.traces) > 1:
+            raise KvsimError(f"{kind} draws one recording, got {len(self.traces)}")
+        return self.traces[0]
+
+    def chosen(self, *own: str) -> list[Policy]:
+        """Give the policies with their budgets: those named, or else a kind's own.
+
+        Raises
+        ------
+        KvsimError
+            If none is named and the kind has none.
+        """
+        if not (self.policies or own):
+            raise KvsimError("name a policy: --policy ema:0.9")
+        return [parse(text).with_budget(self.budget) for text in self.policies or own]
+
+    def results(self, policies: Sequence[Policy], *, shadow: bool | None = None) -> list[Result]:
+        """Replay policies on every recording."""
+        evicts_nothing = self.shadow if shadow is None else shadow
+        found: list[Result] = []
+        for index, trace in enumerate(self.traces):
+            found += replay_many(trace, list(policies), shadow=evicts_nothing, shadow_churn=False)
+            self.advance(index + 1, len(self.traces))
+        return found
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of chart: what draws it, and what it shows."""
+
+    draw: "Callable[[Request], Chart]"
+    doc: str
+
+
+def _retention(request: Request) -> "Chart":
+    from kvsim import charts
+
+    trace = request.one_trace("retention")
+    policies = request.chosen(*([] if not request.raw else ["ema:0,over=step"]))
+    results = request.results(policies) if request.policies else []
+    if request.raw:
+        raws = [Policy(parse("ema:0,over=step").head, group=p.expand().group, budget=p.budget) for p in policies]
+        results = request.results(list(dict.fromkeys(raws)), shadow=True) + results
+    sort: Any = request.sort or "position"
+    utility = charts.reference_utility(trace) if sort == "utility" else None
+    return charts.retention(results, sort=sort, utility=utility)
+
+
+def _evictions(request: Request) -> "Chart":
+    from kvsim import charts
+
+    return charts.evictions(request.results(request.chosen()))
+
+
+def _steps(metric: str | None) -> "Callable[[Request], Chart]":
+    def draw(request: Request) -> "Chart":
+        from kvsim import charts
+
+        return charts.timeline(request.results(request.chosen()), metric or request.metric or "kept_mass")
+
+    return draw
+
+
+def _churn(request: Request) -> "Chart":
+    from kvsim import charts
+
+    policies = request.chosen()
+    results = [] if request.shadow else request.results(policies, shadow=False)
+    return charts.churn(results + request.results(policies, shadow=True))
+
+
+def _attended_pairs(request: Request) -> "Chart":
+    from kvsim import charts
+
+    return charts.attended_pairs(request.results(request.chosen()))
+
+
+def _oracle_gap(request: Request) -> "Chart":
+    from kvsim import charts
+
+    policies = request.chosen()
+    best = [] if any(policy.head.name == "oracle" for policy in policies) else _optima(policies)
+    try:
+        results = request.results([*(parse(f"oracle:exact{axes}") for axes in best), *policies])
+    except KvsimError as error:
+        if "oracle:bound" not in str(error):
+            raise
+        results = request.results([*(parse(f"oracle:bound{axes}") for axes in best), *policies])
+    return charts.oracle_gap(results)
+
+
+def _optima(policies: Sequence[Policy]) -> list[str]:
+    """Give the axes of the oracles that policies are compared with: their groups and budgets."""
+    axes = {(policy.expand().group or "shared", str(policy.budget)) for policy in policies}
+    return [f"/group={group}/budget={budget}" for group, budget in sorted(axes)]
+
+
+def _alpha(request: Request) -> "Chart":
+    from kvsim import charts
+
+    own = [f"ema:{alpha}{over}" for over in ("", ",over=step", ",over=layer") for alpha in ALPHAS]
+    metric = request.metric or "kept_mass"
+    rows = [result.summary() for result in request.results(request.chosen(*own, "cumulative"))]
+    return charts.alpha_sensitivity(rows, metric)
+
+
+def _budgets(cost: str | None) -> "Callable[[Request], Chart]":
+    def draw(request: Request) -> "Chart":
+        from kvsim import charts
+        from kvsim.sweep import run_sweep
+
+        bases = [dataclasses.replace(policy, budget=None) for policy in request.chosen()]
+        grid = {"compression_ratio": request.ratios}
+        traces: list[Any] = list(request.traces)
+        rows = run_sweep(traces, bases, grid, shadow=request.shadow, progress=request.advance).rows
+        metric = request.metric or "kept_mass"
+        return charts.budget_curves(rows, metric) if cost is None else charts.quality_cost(rows, metric, cost)
+
+    return draw
+
+
+def _tradeoff(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.synth import synthetic_of
+    from kvsim.tradeoff import decompose
+
+    own = ("ema:0.8", "ema:0.8,over=step", "ema:0.8,over=layer", "ema:0.95,over=step", "cumulative", "single")
+    policies = request.chosen(*own)
+    rows = []
+    for trace in request.traces:
+        spec = synthetic_of(trace)
+        utility = None if spec is None else spec.utilities
+        rows += decompose(trace, policies, h=request.h, utility=utility, progress=request.advance)
+    return charts.tradeoff(rows, h=request.h)
+
+
+def _memory(request: Request) -> "Chart":
+    from kvsim import charts
+
+    trace = request.one_trace("memory")
+    own = ("ema:0.8", "ema:0.95", "ema:0.8,over=step", "ema:0.95,over=step", "cumulative", "single")
+    chosen = [dataclasses.replace(policy, budget=None) for policy in request.chosen(*own)]
+    return charts.memory_weights(chosen, len(trace.eligible_layers), steps=trace.num_steps)
+
+
+KINDS: dict[str, Kind] = {
+    "retention": Kind(_retention, "which positions are kept, step by step; --sort, --raw"),
+    "evictions": Kind(_evictions, "when tokens were evicted"),
+    "steps": Kind(_steps(None), "a metric over the steps; --metric"),
+    "kept-mass": Kind(_steps("kept_mass"), "kept mass over the steps"),
+    "output-error": Kind(_steps("output_error"), "output error over the steps"),
+    "churn": Kind(_churn, "churn with and without eviction, beside the raw top-B's"),
+    "attended-pairs": Kind(_attended_pairs, "attended pairs up to each step"),
+    "oracle-gap": Kind(_oracle_gap, "the gap to the offline optimum up to each step"),
+    "alpha": Kind(_alpha, "a metric against alpha; --metric"),
+    "budgets": Kind(_budgets(None), "a metric against the budget; --metric, --ratios"),
+    "cost": Kind(_budgets("kv_bytes"), "a metric against memory; --metric, --ratios"),
+    "tradeoff": Kind(_tradeoff, "what a linear rule loses to layers, lag and noise; --h"),
+    "memory": Kind(_memory, "where the weight of a linear rule's state comes from"),
+}
+
+
+def check_metric(metric: str | None) -> None:
+    """Refuse a metric that no replay has.
+
+    Raises
+    ------
+    KvsimError
+        Listing those that there are.
+    """
+    if metric is not None and metric not in METRICS:
+        raise unknown_name("metric", metric, METRICS)
