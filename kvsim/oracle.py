@@ -15,20 +15,25 @@ import numpy.typing as npt
 from kvsim_traces import Trace
 
 from kvsim.errors import KvsimError, unknown_name
+from kvsim.mass import group_rows
 from kvsim.oracles import exact, prices
-from kvsim.oracles.problem import Problem, problems
-from kvsim.plan import Groups
+from kvsim.oracles.problem import Problem, pool, problems
+from kvsim.plan import FloatArray, Groups
 
 if TYPE_CHECKING:
     from kvsim.result import Result
 
-__all__ = ["METHODS", "Optimum", "gap", "optimum"]
+__all__ = ["LARGEST_POOL", "METHODS", "Optimum", "OverTime", "comparable", "gap", "gap_over_time", "optimum"]
 
 Method = Literal["future", "exact", "bound"]
 METHODS: tuple[Method, ...] = ("future", "exact", "bound")
 
 REMEMBERED = 16
 """Optima that are kept for the next call, which a replay after a check of its policies makes."""
+
+
+LARGEST_POOL = 2**31
+"""Most bytes of the gains of all groups together, which a pooled budget needs at once."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,25 @@ class Optimum:
         return _gap(self.kept_mass, self.bound)
 
 
-def optimum(trace: Trace, groups: Groups, budgets: npt.ArrayLike, method: Method = "bound") -> Optimum:
+@dataclass(frozen=True)
+class OverTime:
+    """Kept mass of each step, averaged over groups.
+
+    Attributes
+    ----------
+    policy : array
+        [T] the policy's.
+    optimum : array
+        [T] that of the optimum's feasible schedule. It has the larger sum, not the larger mass at every step.
+    """
+
+    policy: FloatArray
+    optimum: FloatArray
+
+
+def optimum(
+    trace: Trace, groups: Groups, budgets: npt.ArrayLike, method: Method = "bound", *, pooled: bool = False
+) -> Optimum:
     """Work out what to keep of a recording when all of it is known.
 
     Parameters
@@ -69,6 +92,9 @@ def optimum(trace: Trace, groups: Groups, budgets: npt.ArrayLike, method: Method
         [G] tokens kept after every step from step 1 on, or one number for all groups.
     method : {"future", "exact", "bound"}
         See `kvsim.policies.oracle.Oracle`.
+    pooled : bool
+        Let all groups share the sum of the budgets, divided anew at every step: no policy that allots budgets to groups
+        (AdaKV, PyramidKV) can then keep more.
 
     Returns
     -------
@@ -78,7 +104,7 @@ def optimum(trace: Trace, groups: Groups, budgets: npt.ArrayLike, method: Method
     ------
     KvsimError
         If the method is unknown, a budget is below 1, the recording has no single heads and ``group=head`` needs them,
-        or its exact optimum would take too large a linear program.
+        its exact optimum would take too large a linear program, or pooled budgets would take too much memory.
     """
     if method not in METHODS:
         raise unknown_name("method of 'oracle'", method, METHODS)
@@ -87,11 +113,18 @@ def optimum(trace: Trace, groups: Groups, budgets: npt.ArrayLike, method: Method
         raise KvsimError(f"budgets must be at least 1 token, got {per_group.min()}")
     if groups.kind == "head" and trace.capture == "scores":
         raise KvsimError(f"{trace.path}: group=head needs attention of single heads; this is a 'scores' capture")
-    key = (trace.hash, groups, per_group.tobytes(), method)
+    pooled = pooled and groups.count > 1
+    size = groups.count * trace.num_positions * trace.num_steps * 8
+    if pooled and size > LARGEST_POOL:
+        raise KvsimError(
+            f"{trace.path}: one budget for {groups.count} groups together takes {size / 2**30:.1f} GiB, more than "
+            f"{LARGEST_POOL / 2**30:g}; compare with budgets that are not pooled"
+        )
+    key = (trace.hash, groups, per_group.tobytes(), method, pooled)
     with _lock:
         found = _known.get(key)
     if found is None:
-        found = _solve(trace, groups, per_group, method)
+        found = _solve(trace, groups, per_group, method, pooled)
         with _lock:
             _known[key] = found
             while len(_known) > REMEMBERED:
@@ -99,7 +132,12 @@ def optimum(trace: Trace, groups: Groups, budgets: npt.ArrayLike, method: Method
     return found
 
 
-def gap(result: "Result", trace: Trace, method: Literal["exact", "bound"] = "bound") -> float:
+def comparable(result: "Result") -> bool:
+    """Whether a result plays by the optimum's rules: it evicts for good, and keeps its budget after every step."""
+    return result.mode == "irreversible" and bool(result.plan.evicts[1:].all())
+
+
+def gap(result: "Result", trace: Trace, method: Literal["exact", "bound"] = "bound", *, pooled: bool = False) -> float:
     """Give ``1 - kept mass / kept mass of the offline optimum``, with the result's own groups and budgets.
 
     Parameters
@@ -110,6 +148,8 @@ def gap(result: "Result", trace: Trace, method: Literal["exact", "bound"] = "bou
         The recording that it is a replay of.
     method : {"exact", "bound"}
         Compare with the exact optimum, or with the certified upper bound on it: then the gap is never too small.
+    pooled : bool
+        Compare with an optimum that divides the sum of the budgets among the groups as it likes.
 
     Returns
     -------
@@ -121,29 +161,52 @@ def gap(result: "Result", trace: Trace, method: Literal["exact", "bound"] = "bou
     KvsimError
         If the result is of another recording or of the shadow mode, or its cache is let grow beyond the budget.
     """
+    best = _rival(result, trace, method, pooled)
+    kept = result.outcome.metrics["kept_mass"]
+    return _gap(float(kept.mean()), best.kept_mass if method == "exact" else best.bound)
+
+
+def gap_over_time(
+    result: "Result", trace: Trace, method: Literal["exact", "bound"] = "bound", *, pooled: bool = False
+) -> OverTime:
+    """Give the kept mass of a result and of the optimum's feasible schedule at each step.
+
+    Parameters and errors are those of `gap`. With ``method="bound"`` the schedule may be short of the optimum by
+    `Optimum.gap`.
+    """
+    best = _rival(result, trace, method, pooled)
+    found = np.empty(trace.num_steps)
+    for t in range(1, trace.num_steps + 1):
+        rows = group_rows(trace, result.plan.groups, t)
+        seen = best.last[:, : rows.shape[1]] >= t - 1
+        seen[:, -1] = True
+        found[t - 1] = rows[seen].sum() / len(rows)
+    return OverTime(result.outcome.metrics["kept_mass"].copy(), found)
+
+
+def _rival(result: "Result", trace: Trace, method: Literal["exact", "bound"], pooled: bool) -> Optimum:
     if method not in ("exact", "bound"):
         raise unknown_name("method of an oracle gap", method, ("exact", "bound"))
     if result.trace_hash != trace.hash:
         raise KvsimError(f"{result.policy}: is a replay of {result.trace_name}, not of {trace.path}")
     if result.mode == "shadow":
         raise KvsimError(f"{result.policy}: a shadow result evicts nothing; its sets can return, the optimum's cannot")
-    if not result.plan.evicts[1:].all():
+    if not comparable(result):
         raise KvsimError(f"{result.policy}: when=prefill lets the cache grow; the optimum keeps its budget")
-    best = optimum(trace, result.plan.groups, result.plan.budgets, method)
-    kept = result.outcome.metrics["kept_mass"]
-    return _gap(float(kept.mean()), best.kept_mass if method == "exact" else best.bound)
+    return optimum(trace, result.plan.groups, result.plan.budgets, method, pooled=pooled)
 
 
-def _solve(trace: Trace, groups: Groups, budgets: npt.NDArray[np.int64], method: Method) -> Optimum:
+def _solve(trace: Trace, groups: Groups, budgets: npt.NDArray[np.int64], method: Method, pooled: bool) -> Optimum:
     last, values, bounds = [], [], []
-    for problem in problems(trace, groups, budgets):
+    parts = problems(trace, groups, budgets)
+    for problem in [pool(list(parts))] if pooled else parts:
         priced = exact.solve(problem) if method == "exact" else prices.price(problem)
         schedule = prices.greedy(problem) if method == "future" else priced.last
         last.append(_to_the_end(schedule, problem, trace.num_steps))
         values.append(problem.value(schedule))
         bounds.append(max(priced.bound, values[-1] * (1 + prices.SLACK)))
     share = 1 / (trace.num_steps * groups.count)
-    return Optimum(np.stack(last), sum(values) * share, sum(bounds) * share)
+    return Optimum(np.concatenate(last).reshape(groups.count, -1), sum(values) * share, sum(bounds) * share)
 
 
 def _to_the_end(last: npt.NDArray[np.int64], problem: Problem, steps: int) -> npt.NDArray[np.int64]:

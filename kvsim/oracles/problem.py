@@ -7,9 +7,10 @@ import numpy as np
 import numpy.typing as npt
 from kvsim_traces import Trace
 
+from kvsim.mass import group_rows
 from kvsim.plan import FloatArray, Groups
 
-__all__ = ["IntArray", "Problem", "problems"]
+__all__ = ["IntArray", "Problem", "pool", "problems"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -69,6 +70,16 @@ class Problem:
         return counts
 
 
+def pool(parts: Sequence[Problem]) -> Problem:
+    """Join groups into one problem: every set has as many positions as all of theirs together, in any group."""
+    return Problem(
+        mass=np.concatenate([part.mass for part in parts]),
+        born=np.concatenate([part.born for part in parts]),
+        budget=sum(part.budget for part in parts),
+        base=sum(part.base for part in parts),
+    )
+
+
 class _Builder:
     """Fills a problem's mass row by row; blocks of steps are transposed at once."""
 
@@ -112,21 +123,14 @@ def problems(trace: Trace, groups: Groups, budgets: IntArray) -> Iterator[Proble
     budgets : array of int
         [G] budgets.
     """
-    heads_known = trace.capture != "scores"
     size = trace.num_positions * trace.num_steps * 8
     chunk = max(1, CHUNK_BYTES // size)
     for first in range(0, groups.count, chunk):
         own = range(first, min(first + chunk, groups.count))
         builders = [_Builder(trace.prompt_length, trace.num_steps) for _ in own]
-        spans = [groups.members(g) for g in own]
-        low = min(layers.start or 0 for layers, _, _ in spans)
-        high = max(len(groups.layers) if layers.stop is None else layers.stop for layers, _, _ in spans)
-        recorded = list(groups.layers[low:high])
         for t in range(1, trace.num_steps + 1):
-            rows = (trace.attention_rows if heads_known else trace.score_rows)(t, recorded).astype(np.float64)
-            for builder, (layers, heads, _) in zip(builders, spans, strict=True):
-                inner = rows if layers.start is None else rows[layers.start - low : layers.stop - low]
-                builder.add(t, (inner[:, heads].mean(axis=1) if heads_known else inner).mean(axis=0))
+            for builder, row in zip(builders, group_rows(trace, groups, t, own), strict=True):
+                builder.add(t, row)
         builders.reverse()
         for g in own:
             yield builders.pop().problem(int(budgets[g]))

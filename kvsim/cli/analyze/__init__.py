@@ -3,8 +3,11 @@
 import typer
 
 from kvsim.cli.analyze.alpha import alpha
+from kvsim.cli.analyze.diff import diff
+from kvsim.cli.analyze.floor import floor
 from kvsim.cli.analyze.memory import memory
 from kvsim.cli.analyze.momentum import momentum
+from kvsim.cli.analyze.oracle import oracle
 from kvsim.cli.analyze.stability import stability
 from kvsim.cli.output import ErrorGroup
 
@@ -12,6 +15,9 @@ __all__ = ["app"]
 
 app = typer.Typer(cls=ErrorGroup, help="Measure what aggregation trades against what.", no_args_is_help=True)
 app.command()(alpha)
+app.command()(diff)
+app.command()(floor)
 app.command()(memory)
 app.command()(momentum)
 app.command()(stability)
+app.command()(oracle)

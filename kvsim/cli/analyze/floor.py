@@ -1,0 +1,81 @@
+"""``kvsim analyze floor``: which policies keep less than random eviction."""
+
+from typing import Annotated
+
+import typer
+from kvsim_traces import open_trace
+from rich.text import Text
+
+from kvsim.cli.options import (
+    AsJson,
+    BudgetText,
+    CompressionRatio,
+    EngineName,
+    More,
+    Quiet,
+    Shadow,
+    Traces,
+    budget_note,
+    find_traces,
+)
+from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.engines import DEFAULT_ENGINE
+from kvsim.floor import SEEDS, Floor, random_floor
+from kvsim.policy import parse
+from kvsim.replay import choose_budget, replay_many
+
+__all__ = ["floor", "verdict"]
+
+
+def floor(
+    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
+    trace: Traces = None,
+    more: More = None,
+    compression_ratio: CompressionRatio = None,
+    budget: BudgetText = None,
+    shadow: Shadow = False,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Draws of random eviction.")] = SEEDS,
+    engine: EngineName = DEFAULT_ENGINE,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Replay random eviction beside each policy, with equal groups and budget, and mark those that keep less.
+
+    A draw that happens to keep an attention sink keeps much more than others, so the draws spread widely.
+    percentile: share of the draws that keep less than the policy, those that keep as much counting half.
+
+    Example: kvsim analyze floor --trace traces/samples/smollm2-needle-512 --policy keydiff --policy streaming:4
+    """
+    chosen = choose_budget(compression_ratio, budget)
+    policies = [parse(text) for text in policy]
+    asked = [own.with_budget(chosen) for own in policies]
+    found = []
+    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    for recording in traces:
+        results = replay_many(recording, asked, shadow=shadow, shadow_churn=False, raw=False, engine=engine)
+        with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
+            found.append(random_floor(results, recording, seeds=seeds, engine=engine, progress=advance))
+    if as_json:
+        print_json(
+            {"mode": "shadow" if shadow else "irreversible", "results": [r.summary() for own in found for r in own]}
+        )
+        return
+    for recording, own in zip(traces, found, strict=True):
+        say(f"{recording.path.name}: kept mass beside {seeds} draws")
+        table = narrow_table("policy")
+        for name in ("B", "kept\nmass", "random\nmean", "random\nmin", "random\nmax", "percentile"):
+            table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+        table.add_column("below random", no_wrap=True, vertical="bottom")
+        for asked_for, one in zip(policies, own, strict=True):
+            masses = one.kept_mass, one.random_mean, one.random_min, one.random_max
+            numbers = [f"{one.budget:g}", *(f"{mass:.3f}" for mass in masses), f"{one.percentile:.0%}"]
+            table.add_row(Text(str(asked_for)), *numbers, verdict(one))
+        console.print(table, highlight=False)
+    say(f"{'shadow mode: nothing is evicted' if shadow else 'irreversible; open loop'}; {budget_note(chosen)}")
+
+
+def verdict(one: Floor) -> str:
+    """Say in a table whether a policy is below random."""
+    if one.below_all:
+        return "every draw"
+    return "the mean" if one.below else "-"

@@ -1,0 +1,116 @@
+"""``kvsim analyze oracle``: how far policies are from the best and from random eviction."""
+
+from typing import Annotated, Any, Literal
+
+import typer
+from kvsim_traces import Trace, open_trace
+from rich.text import Text
+
+from kvsim.cli.analyze.floor import verdict
+from kvsim.cli.options import (
+    AsJson,
+    BudgetText,
+    CompressionRatio,
+    EngineName,
+    More,
+    Quiet,
+    Traces,
+    budget_note,
+    find_traces,
+)
+from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.engines import DEFAULT_ENGINE
+from kvsim.floor import SEEDS, Floor, random_floor
+from kvsim.oracle import comparable, gap, gap_over_time, optimum
+from kvsim.policy import parse
+from kvsim.replay import choose_budget, replay_many
+from kvsim.result import Result
+
+__all__ = ["oracle"]
+
+Method = Literal["bound", "exact"]
+
+
+def oracle(
+    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
+    trace: Traces = None,
+    more: More = None,
+    compression_ratio: CompressionRatio = None,
+    budget: BudgetText = None,
+    method: Annotated[
+        Method, typer.Option(help="Certified upper bound, or the exact optimum (a linear program; small recordings).")
+    ] = "bound",
+    pooled: Annotated[
+        bool, typer.Option("--pooled/--no-pooled", help="Compare with budgets pooled over all groups too.")
+    ] = True,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Draws of random eviction.")] = SEEDS,
+    engine: EngineName = DEFAULT_ENGINE,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Put each policy between the offline optimum and random eviction, at equal groups and budget.
+
+    best: the most mass that could be kept with the policy's own groups and budgets. pooled: the same when all groups
+    share their budgets' sum and divide it anew at every step, always as an upper bound; policies that allot budgets
+    to groups cannot beat it.
+    gap: 1 - kept mass / best. Policies that let the cache grow have none.
+    --json also gives kept mass step by step, of the policy and of the optimum's feasible schedule.
+
+    Example: kvsim analyze oracle --trace traces/samples/smollm2-needle-512 --policy ema:0.8,over=step --policy tova
+    """
+    chosen = choose_budget(compression_ratio, budget)
+    policies = [parse(text) for text in policy]
+    asked = [own.with_budget(chosen) for own in policies]
+    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    rows: list[dict[str, Any]] = []
+    for recording in traces:
+        results = replay_many(recording, asked, shadow_churn=False, raw=False, engine=engine)
+        floors = random_floor(results, recording, seeds=seeds, engine=engine)
+        own = []
+        with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
+            for done, (result, beside) in enumerate(zip(results, floors, strict=True), start=1):
+                own.append(_row(result, beside, recording, method, pooled, steps=as_json))
+                advance(done, len(results))
+        rows += own
+        if not as_json:
+            names = [str(one) for one in policies]
+            say(f"{recording.path.name}: prompt {recording.prompt_length}, steps {recording.num_steps}")
+            _print(names, own, floors, method)
+    if as_json:
+        print_json({"mode": "irreversible", "method": method, "results": rows})
+        return
+    best = "certified upper bound" if method == "bound" else "exact optimum"
+    say(f"best: {best}; random: mean of {seeds} draws; irreversible; open loop; {budget_note(chosen)}")
+
+
+def _row(result: Result, beside: Floor, trace: Trace, method: Method, pooled: bool, *, steps: bool) -> dict[str, Any]:
+    row = {**beside.summary(), "comparable": comparable(result)}
+    names = "best", "gap", "pooled_best", "pooled_gap", "kept_mass_steps", "optimum_steps"
+    row |= dict.fromkeys(names)
+    if comparable(result):
+        found = optimum(trace, result.plan.groups, result.plan.budgets, method)
+        row["best"] = found.kept_mass if method == "exact" else found.bound
+        row["gap"] = gap(result, trace, method)
+        if pooled:
+            row["pooled_best"] = optimum(trace, result.plan.groups, result.plan.budgets, pooled=True).bound
+            row["pooled_gap"] = gap(result, trace, pooled=True)
+        if steps:
+            over_time = gap_over_time(result, trace, method)
+            row["kept_mass_steps"], row["optimum_steps"] = over_time.policy.tolist(), over_time.optimum.tolist()
+    return row
+
+
+def _print(names: list[str], rows: list[dict[str, Any]], floors: list[Floor], method: Method) -> None:
+    table = narrow_table("policy")
+    divided = any(row["pooled_best"] is not None and row["group"] != "shared" for row in rows)
+    columns = ["group", "B", "kept\nmass", "best", "gap"] + ["pooled\nbest", "pooled\ngap"] * divided + ["random"]
+    for name in columns:
+        table.add_column(name, justify="left" if name == "group" else "right", no_wrap=True, vertical="bottom")
+    table.add_column("below\nrandom", no_wrap=True, vertical="bottom")
+    for name, row, beside in zip(names, rows, floors, strict=True):
+        cells = [row["group"], f"{row['budget']:g}", f"{row['kept_mass']:.3f}"]
+        for best, missed in [("best", "gap"), ("pooled_best", "pooled_gap")][: 1 + divided]:
+            known = row[best] is not None
+            cells += [f"{row[best]:.3f}", f"{row[missed]:.2%}"] if known else ["-", "-"]
+        table.add_row(Text(name), *cells, f"{row['random_mean']:.3f}", verdict(beside))
+    console.print(table, highlight=False)
