@@ -81,6 +81,10 @@ def test_evictions_before_the_first_step_part_at_zero(tmp_path):
     partings = dissect(results, trace).pairs[0].worst()
     assert {one.parted for one in partings} > {0, 12}
     assert all(one.kept_by == results[0].policy for one in partings if one.parted == 0)
+    want = naive(*results, trace)
+    for one in partings:
+        start, _, after, _ = want[one.group, one.position]
+        assert (one.parted, one.mass_after) == (start, pytest.approx(after, abs=1e-12))
 
 
 def test_invariance_is_that_of_all_policies(tmp_path):

@@ -1,12 +1,8 @@
 """The offline optimum: exact answers, bounds that hold, and policies that never beat them."""
 
-import itertools
-from functools import cache
-
 import numpy as np
 import pytest
 from cases import SAMPLES, write_trace
-from scipy.optimize import linprog
 from typer.testing import CliRunner
 
 import kvsim
@@ -29,92 +25,6 @@ RIVALS = [
     "random:3",
     "oracle:future",
 ]
-
-
-def enumerated(rows, prompt, budget):
-    """The largest mass by trying every retained set at every step."""
-
-    @cache
-    def best(t, retained):
-        if t == len(rows):
-            return 0.0
-        visible = retained | {prompt + t}
-        seen = sum(rows[t][i] for i in visible)
-        if len(visible) <= budget:
-            return seen + best(t + 1, visible)
-        return seen + max(best(t + 1, frozenset(kept)) for kept in itertools.combinations(sorted(visible), budget))
-
-    return best(0, frozenset(range(prompt)))
-
-
-def seen(rows, prompt, budget, last):
-    """The mass of a schedule, step by step, with its sets checked."""
-    total = 0.0
-    for t, row in enumerate(rows, start=1):
-        kept = [i for i in range(prompt + t - 1) if t == 1 or last[i] >= t - 1]
-        assert t == 1 or len(kept) <= budget
-        total += row[kept].sum() + row[-1]
-    return total
-
-
-def instance(rng, prompt=4, steps=4):
-    top = rng.integers(2, 10)
-    return [rng.integers(0, top, prompt + t).astype(float) for t in range(1, steps + 1)]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_program_and_enumeration_agree_on_small_instances(seed):
-    """8 positions x 4 steps with whole numbers, full of ties."""
-    rng = np.random.default_rng(seed)
-    for _ in range(500):
-        rows, budget = instance(rng), int(rng.integers(1, 7))
-        problem = Problem.of_rows(rows, 4, budget)
-        want = enumerated(rows, 4, budget)
-        best, priced = exact.solve(problem), prices.price(problem)
-        assert best.value == pytest.approx(want, abs=1e-9)
-        assert seen(rows, 4, budget, best.last) == pytest.approx(best.value, abs=1e-9)
-        assert seen(rows, 4, budget, priced.last) == pytest.approx(priced.value, abs=1e-9)
-        assert priced.value <= want + 1e-9
-        assert want <= best.bound <= want + 1e-8
-        assert want <= priced.bound
-
-
-def test_program_without_prices_agrees_with_a_flow():
-    """The textbook flow: places go from set to set, a position's chain of arcs carries them while it is kept."""
-    rng = np.random.default_rng(9)
-    for _ in range(150):
-        prompt, steps, budget = int(rng.integers(2, 7)), int(rng.integers(2, 8)), int(rng.integers(1, 5))
-        rows = instance(rng, prompt, steps)
-        problem = Problem.of_rows(rows, prompt, budget)
-        assert exact.solve(problem).value == pytest.approx(flow(rows, prompt, budget), abs=1e-7)
-
-
-def flow(rows, prompt, budget):
-    """Minimum cost flow as its node-arc program; prompt positions start at once, others when they are made.
-
-    Node e holds the places free in R_e; keeping a position for R_born..R_e is an arc that takes a place at its birth
-    and gives it back after e, which is a sum of unit arcs once every position may be kept once.
-    """
-    steps = len(rows)
-    arcs, base = [], rows[0].sum() + sum(row[-1] for row in rows[1:])
-    for i in range(prompt + steps):
-        born = max(1, i - prompt + 1)
-        for e in range(born, steps):
-            arcs.append((i, born, e + 1, sum(rows[t][i] for t in range(born, e + 1))))
-    conserve = np.zeros((steps, len(arcs) + steps - 1))
-    once = np.zeros((prompt + steps, conserve.shape[1]))
-    for k, (i, start, end, _) in enumerate(arcs):
-        conserve[start - 1, k] += 1
-        conserve[end - 1, k] -= 1
-        once[i, k] = 1
-    for e in range(steps - 1):
-        conserve[e, len(arcs) + e] += 1
-        conserve[e + 1, len(arcs) + e] -= 1
-    supply = np.zeros(steps)
-    supply[0], supply[-1] = budget, -budget
-    cost = np.concatenate([[-gain for *_, gain in arcs], np.zeros(steps - 1)])
-    answer = linprog(cost, A_ub=once, b_ub=np.ones(len(once)), A_eq=conserve, b_eq=supply, bounds=(0, None))
-    return base - answer.fun
 
 
 @pytest.mark.parametrize(
@@ -140,6 +50,61 @@ def test_order_on_the_samples(sample, group, budget):
     for result, mass in zip(results, kept, strict=True):
         assert oracle.gap(result, trace, "exact") == pytest.approx(1 - mass / kept[-1], abs=1e-8)
         assert oracle.gap(result, trace) >= oracle.gap(result, trace, "exact") - 1e-12
+
+
+@pytest.mark.parametrize("group", ["layer", "head"])
+def test_no_division_of_the_budget_beats_the_pooled_optimum(tmp_path, group):
+    """Policy <= exact at equal budgets of each group <= exact at their sum <= bound."""
+    trace = write_trace(tmp_path / "t", seed=4, steps=16)
+    texts = ["nonuniform/score=knorm", "cumulative", "pyramid:2", "oracle:exact", "adaptive:0/score=knorm"]
+    texts = [f"{text}/group={group}" for text in texts if group == "head" or not text.startswith("adaptive")]
+    results = kvsim.replay_many(trace, texts, budget=6, shadow_churn=False)
+    assert len({tuple(result.plan.budgets) for result in results}) > 1
+    best = oracle.optimum(trace, results[0].plan.groups, 6, "exact", pooled=True)
+    bound = oracle.optimum(trace, results[0].plan.groups, 6, "bound", pooled=True).bound
+    groups = results[0].plan.groups.count
+    assert best.last.shape == (groups, 56)
+    assert best.kept_mass * (1 - 1e-9) <= best.bound <= bound
+    for t in range(1, 16):
+        held = (best.last >= t) & (np.arange(56) < 40 + t)
+        assert held.sum() <= 6 * groups
+    for result in results:
+        own = oracle.optimum(trace, result.plan.groups, result.plan.budgets, "exact").kept_mass
+        kept = result.summary()["kept_mass"]
+        assert result.plan.budgets.sum() == 6 * groups
+        assert kept <= own * (1 + 1e-9)
+        assert own <= best.kept_mass * (1 + 1e-9)
+        assert oracle.gap(result, trace, "exact", pooled=True) == pytest.approx(1 - kept / best.kept_mass, abs=1e-8)
+        assert oracle.gap(result, trace, pooled=True) >= oracle.gap(result, trace) - 1e-5
+
+
+def test_one_group_has_nothing_to_pool(tmp_path):
+    trace = write_trace(tmp_path / "t")
+    result = kvsim.replay(trace, "ema:0.8", budget=6)
+    assert oracle.gap(result, trace, pooled=True) == oracle.gap(result, trace)
+
+
+def test_too_large_a_pool_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(oracle, "LARGEST_POOL", 1000)
+    trace = write_trace(tmp_path / "t")
+    result = kvsim.replay(trace, "tova", budget=6)
+    with pytest.raises(kvsim.KvsimError, match="3 groups together"):
+        oracle.gap(result, trace, pooled=True)
+
+
+@pytest.mark.parametrize("group", GROUP_KINDS)
+def test_the_gap_over_time_sums_to_the_gap(tmp_path, group):
+    trace = write_trace(tmp_path / "t", seed=5, steps=20)
+    result = kvsim.replay(trace, f"ema:0.8/group={group}", budget=7)
+    for method in ("exact", "bound"):
+        for pooled in (False, True):
+            best = oracle.optimum(trace, result.plan.groups, result.plan.budgets, method, pooled=pooled)
+            found = oracle.gap_over_time(result, trace, method, pooled=pooled)
+            assert found.optimum.mean() == pytest.approx(best.kept_mass, abs=1e-12)
+            assert found.policy.mean() == pytest.approx(result.summary()["kept_mass"], abs=1e-12)
+            assert found.optimum.sum() > found.policy.sum()
+    own = oracle.gap_over_time(kvsim.replay(trace, f"oracle:exact/group={group}", budget=7), trace, "exact")
+    assert own.policy == pytest.approx(own.optimum, abs=1e-12)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
