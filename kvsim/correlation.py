@@ -3,7 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["spearman", "top_jaccard"]
+from kvsim.plan import FloatArray
+
+__all__ = ["centred_ranks", "correlation", "jaccard", "spearman", "top", "top_jaccard"]
 
 
 def spearman(x: npt.ArrayLike, y: npt.ArrayLike) -> float:
@@ -14,15 +16,39 @@ def spearman(x: npt.ArrayLike, y: npt.ArrayLike) -> float:
     x, y : array
         [n] scores of the same positions.
     """
-    from scipy.stats import rankdata
-
-    a, b = (rankdata(np.asarray(scores, np.float32)) for scores in (x, y))
-    a, b = a - a.mean(), b - b.mean()
-    scale = float(np.sqrt((a @ a) * (b @ b)))
-    return float(a @ b) / scale if scale > 0 else float("nan")
+    return float(correlation(centred_ranks(x), centred_ranks(y)))
 
 
 def top_jaccard(x: npt.ArrayLike, y: npt.ArrayLike, budget: int) -> float:
     """Give the Jaccard index of the `budget` highest positions of two scorings; equal scores keep the newest."""
-    top = [set(np.argsort(np.asarray(scores, np.float32), kind="stable")[-budget:].tolist()) for scores in (x, y)]
-    return len(top[0] & top[1]) / len(top[0] | top[1])
+    return float(jaccard(top(x, budget), top(y, budget)))
+
+
+def centred_ranks(scores: npt.ArrayLike) -> FloatArray:
+    """Rank scores [..., n] along the last axis in float32, equal ones sharing their mean rank; less the mean of all."""
+    from scipy.stats import rankdata
+
+    ranks: FloatArray = rankdata(np.asarray(scores, np.float32), axis=-1)
+    ranks -= (ranks.shape[-1] + 1) / 2
+    return ranks
+
+
+def correlation(a: FloatArray, b: FloatArray) -> FloatArray:
+    """Correlate centred numbers [..., n] along the last axis, Spearman's rho if they are ranks; NaN if constant."""
+    scale = np.sqrt((a * a).sum(axis=-1) * (b * b).sum(axis=-1))
+    rho: FloatArray = np.divide((a * b).sum(axis=-1), scale, out=np.full(np.shape(scale), np.nan), where=scale > 0)
+    return rho.clip(-1, 1)
+
+
+def top(scores: npt.ArrayLike, budget: int) -> npt.NDArray[np.bool_]:
+    """Mark the `budget` highest of scores [..., n] along the last axis, in float32; among equal ones the last."""
+    values = np.asarray(scores, np.float32)
+    marks = np.zeros(values.shape, np.bool_)
+    np.put_along_axis(marks, np.argsort(values, axis=-1, kind="stable")[..., -budget:], True, axis=-1)
+    return marks
+
+
+def jaccard(a: npt.NDArray[np.bool_], b: npt.NDArray[np.bool_]) -> FloatArray:
+    """Give the Jaccard index of sets marked along the last axis of [..., n]; neither may be empty in both."""
+    index: FloatArray = (a & b).sum(axis=-1) / (a | b).sum(axis=-1)
+    return index

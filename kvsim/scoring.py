@@ -5,7 +5,15 @@ import numpy.typing as npt
 
 from kvsim.plan import FloatArray, Groups, Plan, Redundancy, ScoreSource
 
-__all__ = ["attention_scores", "head_mean_scores", "independent_scores", "pooled", "ranking", "unit_vectors"]
+__all__ = [
+    "attention_scores",
+    "head_mean_scores",
+    "independent_scores",
+    "less_redundancy",
+    "pooled",
+    "ranking",
+    "unit_vectors",
+]
 
 
 def attention_scores(
@@ -122,8 +130,13 @@ def ranking(plan: Plan, group: int, m: FloatArray, visible: npt.NDArray[np.intp]
         return rank
     free = (visible >= plan.n_sink[group]) & (visible <= visible[-1] - plan.n_recent[group])
     total = m[free].sum()
+    return less_redundancy(mixed, rank, float(total), redundancy(mixed, plan.groups, group, visible))
+
+
+def less_redundancy(mixed: Redundancy, rank: FloatArray, total: float, repeated: FloatArray) -> FloatArray:
+    """Take redundancy off what positions are ranked by, once that is divided by `total`, the sum of the states."""
     importance = rank / total if total > 0 else rank
-    return mixed.mix * importance - (1 - mixed.mix) * redundancy(mixed, plan.groups, group, visible)
+    return mixed.mix * importance - (1 - mixed.mix) * repeated
 
 
 def redundancy(source: Redundancy, groups: Groups, group: int, visible: npt.NDArray[np.intp]) -> FloatArray:

@@ -1,7 +1,7 @@
 """Key norm."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -13,10 +13,18 @@ from kvsim.scorers.base import Scorer, register
 @register
 @dataclass(frozen=True)
 class KNormScore(Scorer):
-    """Minus the L2 norm of the key (Devoto et al., 2024; kvpress has the same sign); needs a qk capture."""
+    """Minus the L2 norm of the key (Devoto et al., 2024; kvpress has the same sign); needs a qk capture.
+
+    Attributes
+    ----------
+    sign : {"minus", "plus"}
+        ``minus`` keeps small norms, ``plus`` large ones. Which of them attention prefers differs from model to model.
+    """
 
     name: ClassVar[str] = "knorm"
+    sign: Literal["minus", "plus"] = field(default="minus", kw_only=True)
 
     def source(self, context: Context) -> ScoreSource:
         """See `Scorer.source`."""
-        return ScoreSource("static", values=-np.linalg.norm(context.keys, axis=-1), signed=True)
+        norms = np.linalg.norm(context.keys, axis=-1)
+        return ScoreSource("static", values=norms if self.sign == "plus" else -norms, signed=self.sign == "minus")

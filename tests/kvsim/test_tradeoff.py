@@ -5,8 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from cases import SAMPLES, random_attention, write_trace
-from kvsim_traces import LayerInfo, Manifest, TraceWriter, open_trace
+from cases import SAMPLES, random_attention, rows_trace, write_trace
 from typer.testing import CliRunner
 
 import kvsim
@@ -29,26 +28,6 @@ def run(*words, code=0):
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == code, (result.output, result.stderr, result.exception)
     return result
-
-
-def rows_trace(path, rows, prompt, *, sums=None):
-    """A recording of the given rows, one list for each step of [K][n], with one head."""
-    manifest = Manifest(
-        capture="heads",
-        prompt_length=prompt,
-        planned_steps=len(rows),
-        num_layers=len(rows[0]),
-        num_heads=1,
-        num_kv_heads=1,
-        arrays=["attention", "row_sums"],
-        layers=[LayerInfo()] * len(rows[0]),
-        sink_logits=sums is not None,
-    )
-    with TraceWriter(path, manifest) as writer:
-        writer.write_prompt()
-        for step in rows:
-            writer.append(attention=np.array(step, np.float32)[:, None])
-    return open_trace(path)
 
 
 def scores_of(trace, plan, group, t):
@@ -239,7 +218,7 @@ def test_an_average_wider_than_the_recording_is_the_mean_of_it(tmp_path):
     [
         lambda path: write_trace(path, steps=1),
         lambda path: rows_trace(path, [[[1 / (8 + t)] * (8 + t)] * 2 for t in range(4)], 7),
-        lambda path: rows_trace(path, [[[0.0] * (8 + t)] * 2 for t in range(4)], 7, sums=0),
+        lambda path: rows_trace(path, [[[0.0] * (8 + t)] * 2 for t in range(4)], 7, sink_logits=True),
         lambda path: write_trace(path, capture="scores"),
     ],
     ids=["one step", "constant scores", "all-zero rows", "head means"],

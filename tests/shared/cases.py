@@ -208,3 +208,35 @@ def write_trace(
                 row_sums=row.sum(-1),
             )
     return open_trace(path)
+
+
+def rows_trace(
+    path: Path,
+    rows: list[Any],
+    prompt: int,
+    *,
+    keys: npt.NDArray[np.float32] | None = None,
+    sink_logits: bool = False,
+) -> Trace:
+    """Write a recording with one head: for each step its attention, [K][n], and the keys [K, L0+T, d] if given."""
+    manifest = Manifest(
+        capture="heads",
+        prompt_length=prompt,
+        planned_steps=len(rows),
+        num_layers=len(rows[0]),
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=None if keys is None else keys.shape[-1],
+        arrays=["attention", "row_sums"] + ([] if keys is None else ["queries", "keys"]),
+        layers=[LayerInfo()] * len(rows[0]),
+        sink_logits=sink_logits,
+    )
+    with TraceWriter(path, manifest) as writer:
+        writer.write_prompt(keys=None if keys is None else keys[:, None, :prompt])
+        for t, step in enumerate(rows):
+            writer.append(
+                attention=np.array(step, np.float32)[:, None],
+                queries=None if keys is None else np.zeros((len(step), 1, keys.shape[-1]), np.float32),
+                keys=None if keys is None else keys[:, None, prompt + t],
+            )
+    return open_trace(path)

@@ -9,6 +9,7 @@ from kvsim.cli.analyze.memory import memory
 from kvsim.cli.analyze.momentum import momentum
 from kvsim.cli.analyze.oracle import oracle
 from kvsim.cli.analyze.stability import stability
+from kvsim.cli.analyze.scorers import scorers
 from kvsim.cli.output import ErrorGroup
 
 __all__ = ["app"]
@@ -21,3 +22,4 @@ app.command()(memory)
 app.command()(momentum)
 app.command()(stability)
 app.command()(oracle)
+app.command()(scorers)
