@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from kvsim.plan import FloatArray
 
-__all__ = ["centred_ranks", "correlation", "jaccard", "spearman", "top", "top_jaccard"]
+__all__ = ["centred_ranks", "correlation", "jaccard", "pearson", "spearman", "top", "top_jaccard"]
 
 
 def spearman(x: npt.ArrayLike, y: npt.ArrayLike) -> float:
@@ -40,6 +40,11 @@ def correlation(a: FloatArray, b: FloatArray) -> FloatArray:
     return rho.clip(-1, 1)
 
 
+def pearson(x: npt.ArrayLike, y: npt.ArrayLike) -> FloatArray:
+    """Give Pearson's correlation of numbers [..., n] along the last axis; NaN if one is constant."""
+    return correlation(_centred(x), _centred(y))
+
+
 def top(scores: npt.ArrayLike, budget: int) -> npt.NDArray[np.bool_]:
     """Mark the `budget` highest of scores [..., n] along the last axis, in float32; among equal ones the last."""
     values = np.asarray(scores, np.float32)
@@ -52,3 +57,11 @@ def jaccard(a: npt.NDArray[np.bool_], b: npt.NDArray[np.bool_]) -> FloatArray:
     """Give the Jaccard index of sets marked along the last axis of [..., n]; neither may be empty in both."""
     index: FloatArray = (a & b).sum(axis=-1) / (a | b).sum(axis=-1)
     return index
+
+
+def _centred(x: npt.ArrayLike) -> FloatArray:
+    values = np.asarray(x, np.float64)
+    # From the first one first, so that equal numbers give zeros whatever the rounding of their mean.
+    values = values - values[..., :1]
+    centred: FloatArray = values - values.mean(axis=-1, keepdims=True)
+    return centred

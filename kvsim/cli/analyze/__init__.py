@@ -10,6 +10,7 @@ from kvsim.cli.analyze.momentum import momentum
 from kvsim.cli.analyze.oracle import oracle
 from kvsim.cli.analyze.stability import stability
 from kvsim.cli.analyze.scorers import scorers
+from kvsim.cli.analyze.sensitivity import sensitivity
 from kvsim.cli.analyze.transfer import transfer
 from kvsim.cli.output import ErrorGroup
 
@@ -24,4 +25,5 @@ app.command()(momentum)
 app.command()(stability)
 app.command()(oracle)
 app.command()(scorers)
+app.command()(sensitivity)
 app.command()(transfer)

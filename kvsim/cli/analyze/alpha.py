@@ -6,9 +6,9 @@ import typer
 from kvsim_traces import open_trace
 from rich.text import Text
 
+from kvsim.cli.analyze.utilities import Smoothed, utilities_of
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
 from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
-from kvsim.errors import KvsimError
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
 from kvsim.tradeoff import DEFAULT_H, DEFAULT_POLICIES, PARTS, TradeOff
@@ -26,9 +26,7 @@ def alpha(
     compression_ratio: CompressionRatio = None,
     budget: BudgetText = None,
     h: Annotated[int, typer.Option("--h", metavar="STEPS", help="Half width of the moving average.")] = 8,
-    smoothed: Annotated[
-        bool, typer.Option("--smoothed", help="Smooth the scores of synthetic recordings too.")
-    ] = False,
+    smoothed: Smoothed = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap over traces.")] = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -44,27 +42,23 @@ def alpha(
     Example: kvsim analyze alpha --trace traces/samples/smollm2-needle-512 --policy ema:0.8 --policy ema:0.8,over=step
     """
     from kvsim.intervals import best_alphas, over_traces
-    from kvsim.synth import synthetic_of
     from kvsim.tradeoff import decompose
 
     chosen = choose_budget(compression_ratio, budget)
     names = {str(one.with_budget(chosen)): str(one) for one in map(parse, policy or DEFAULT_POLICIES)}
     traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
-    synthetic = [None if smoothed else synthetic_of(recording) for recording in traces]
-    if len({spec is None for spec in synthetic}) > 1:
-        raise KvsimError("synthetic and other recordings have different utilities; take one kind, or add --smoothed")
+    known = utilities_of(traces, smoothed=smoothed)
     widths = sorted({*DEFAULT_H, h})
     by_trace: list[list[TradeOff]] = []
-    for recording, spec in zip(traces, synthetic, strict=True):
+    for recording, utility in zip(traces, known, strict=True):
         with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
-            utility = None if spec is None else spec.utilities
             by_trace.append(decompose(recording, list(names), h=widths, utility=utility, progress=advance))
     rows = [row for own in by_trace for row in own]
     average, best = over_traces(rows, seed=seed), best_alphas(rows)
     if as_json:
         print_json({"mode": "shadow", "results": [row.summary() for row in rows], "mean": average, "best": best})
         return
-    shown = h if synthetic[0] is None else None
+    shown = h if known[0] is None else None
     for recording, own in zip(traces, by_trace, strict=True):
         title = f"{recording.path.name}: prompt {recording.prompt_length}, steps {recording.num_steps}"
         _print(title, [row.summary() for row in own], shown, names)
