@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import kvsim
 from kvsim.cli import app
 from kvsim.head import HEADS
+from kvsim.spectrum import MEASURES, spectrum
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -28,7 +29,7 @@ def test_the_first_screen_is_what_make_demo_prints(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["analyze alpha", "replay --trace traces/samples/smollm2-needle-512 --policy oracle"]
+    "command", ["analyze alpha", "analyze scorers", "replay --trace traces/samples/smollm2-needle-512 --policy oracle"]
 )
 def test_a_table_is_what_the_command_above_it_prints(monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "100")
@@ -56,6 +57,21 @@ def test_the_table_beside_appendix_i(sample, row):
         summary = kvsim.replay(SAMPLES / sample, f"ema:{alpha}").summary()
         names = ("raw_churn", "churn", "raw_agreement", "raw_top_evicted", "shadow_churn")
         assert [cell.strip(" |") for cell in printed] == [f"{summary[name]:.3f}"[1:] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("column", "sample"), [(2, "smollm2-needle-512"), (3, "smollm2-multineedle-256"), (4, "smollm2-long-64")]
+)
+def test_the_table_of_scorers(column, sample):
+    start = README.index("| vnorm | about")
+    printed = {}
+    for line in README[start:].splitlines()[:7]:
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        printed[cells[0]] = cells[column]
+    found = {row["scorer"]: row for row in spectrum(SAMPLES / sample).overview(15)}
+    for scorer, cell in printed.items():
+        numbers = [found[scorer][f"{name}_layer"] for name in MEASURES] if scorer in found else []
+        assert cell == (" / ".join(re.sub(r"\b0\.", ".", f"{round(x, 3) + 0.0:.3f}") for x in numbers) or "–")
 
 
 def test_every_policy_string_in_the_readme_parses():
