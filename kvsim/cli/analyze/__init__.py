@@ -8,9 +8,9 @@ from kvsim.cli.analyze.floor import floor
 from kvsim.cli.analyze.memory import memory
 from kvsim.cli.analyze.momentum import momentum
 from kvsim.cli.analyze.oracle import oracle
-from kvsim.cli.analyze.stability import stability
 from kvsim.cli.analyze.scorers import scorers
 from kvsim.cli.analyze.sensitivity import sensitivity
+from kvsim.cli.analyze.stability import stability
 from kvsim.cli.analyze.transfer import transfer
 from kvsim.cli.output import ErrorGroup
 
