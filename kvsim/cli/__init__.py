@@ -9,6 +9,7 @@ from kvsim.cli import (
     bench,
     chart,
     compare,
+    fidelity,
     live,
     policies,
     record,
@@ -55,6 +56,7 @@ app.command()(compare.compare)
 app.command()(chart.chart)
 app.command()(record.record)
 app.command()(live.live)
+app.command()(fidelity.fidelity)
 app.command()(policies.policies)
 app.command()(tasks.tasks)
 app.command("train-scorer")(train_scorer.train_scorer)

@@ -5,10 +5,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
 from kvsim_traces import Trace, TraceError
+from kvsim_traces.files import os_reason, write_whole
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,7 +19,18 @@ from typer.core import TyperGroup
 
 from kvsim.errors import KvsimError
 
-__all__ = ["ErrorGroup", "console", "fail", "narrow_table", "preview", "print_json", "progress_bar", "say", "stderr"]
+__all__ = [
+    "ErrorGroup",
+    "console",
+    "fail",
+    "narrow_table",
+    "preview",
+    "print_json",
+    "progress_bar",
+    "say",
+    "stderr",
+    "write_json",
+]
 
 # A table in a pipe or a file gets room for its columns; a terminal decides for itself.
 console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
@@ -49,6 +62,20 @@ def fail(message: str) -> typer.Exit:
 def print_json(value: Any) -> None:
     """Print one JSON document to stdout."""
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def write_json(value: Any, out: Path) -> None:
+    """Write a JSON document to a new file, whole or not at all.
+
+    Raises
+    ------
+    KvsimError
+        If it cannot be written.
+    """
+    try:
+        write_whole(out, [json.dumps(value, indent=2, allow_nan=False).encode()])
+    except OSError as error:
+        raise KvsimError(f"{out}: cannot be written ({os_reason(error)})") from error
 
 
 def say(line: str, *, to: Console = console, style: str | None = None) -> None:

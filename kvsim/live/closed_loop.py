@@ -23,7 +23,7 @@ from kvsim.errors import KvsimError, PolicyError
 from kvsim.live.attention import Call, masked_attention, watched
 from kvsim.live.decode import check_forced
 from kvsim.live.prefix import Prefix, PrefixLayer, cache_argument, recorded_tokens
-from kvsim.live.run_trace import to_numpy
+from kvsim.live.run_trace import RunTrace, to_numpy
 from kvsim.live.sequence import Sequence, per_head
 from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget, replay
@@ -74,6 +74,8 @@ class ClosedLoop:
         Cuts whose two sides are closer than rounding differs between a batched pass and a single token's.
     result : Result
         The final sets and metrics, measured on this run's own attention.
+    trace : RunTrace
+        That attention.
     """
 
     policy: str
@@ -82,6 +84,7 @@ class ClosedLoop:
     evictions: int
     near_ties: int
     result: Result
+    trace: RunTrace
 
     def summary(self) -> dict[str, Any]:
         """Give everything, ready for JSON."""
@@ -230,6 +233,7 @@ class _Run:
             evictions=sequence.evictions,
             near_ties=sequence.near_ties,
             result=sequence.result("closed"),
+            trace=sequence.trace,
         )
 
 
