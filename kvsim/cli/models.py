@@ -12,7 +12,19 @@ import typer
 from kvsim.cli.output import say, stderr
 from kvsim.errors import KvsimError
 
-__all__ = ["Chat", "Device", "Dtype", "Force", "ModelPath", "Prompt", "encode", "load", "need_torch", "read_text"]
+__all__ = [
+    "Chat",
+    "Device",
+    "Dtype",
+    "Force",
+    "ModelPath",
+    "Prompt",
+    "encode",
+    "load",
+    "load_tokenizer",
+    "need_torch",
+    "read_text",
+]
 
 ModelPath = Annotated[str, typer.Option(help="Model folder, .gguf file, or folder with one .gguf file.")]
 Prompt = Annotated[str, typer.Option(help="Text file with the prompt, or - for stdin.")]
@@ -38,15 +50,28 @@ def need_torch(what: str, extra: str) -> None:
 def load(model: str, *, dtype: str | None, device: str | None, attention: str = "sdpa", quiet: bool) -> tuple[Any, Any]:
     """Load a model and its tokenizer, quietly."""
     from kvsim_traces.loading import load_model
-    from transformers.utils import logging as transformers_logging
 
-    # transformers' own bars and notes would mix with ours; what goes wrong comes as an exception.
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
     if not quiet:
         say(f"loading {model} …", to=stderr)
-    with contextlib.redirect_stderr(io.StringIO()):
+    with _silence():
         return load_model(model, dtype=dtype, device=device, attention=attention)
+
+
+def load_tokenizer(model: Path) -> Any:
+    """Load the tokenizer of a model without its weights, quietly."""
+    from kvsim_traces.loading import load_tokenizer
+
+    with _silence():
+        return load_tokenizer(model)
+
+
+def _silence() -> contextlib.redirect_stderr[io.StringIO]:
+    """Keep transformers' own bars and notes from mixing with ours; what goes wrong comes as an exception."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    return contextlib.redirect_stderr(io.StringIO())
 
 
 def read_text(file: str, option: str) -> str:

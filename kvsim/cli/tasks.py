@@ -1,16 +1,13 @@
 """``kvsim tasks``."""
 
-import contextlib
-import importlib.util
-import io
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvsim.cli.models import load_tokenizer, need_torch
 from kvsim.cli.options import AsJson
 from kvsim.cli.output import console, narrow_table, print_json, say
-from kvsim.errors import KvsimError
 from kvsim.tasks import RULER, TASKS, Sample, count_words, find_task
 from kvsim.tasks.sample import CountTokens
 from kvsim.tasks.task import Task
@@ -94,18 +91,8 @@ def _print_sample(sample: Sample, length: int, *, words: bool) -> None:
     )
 
 
-def _counter(path: Path) -> CountTokens:
+def _counter(model: Path) -> CountTokens:
     """Give a function that counts tokens with a model's tokenizer."""
-    for package in ("torch", "transformers"):
-        if importlib.util.find_spec(package) is None:
-            raise KvsimError(
-                f"--tokenizer needs {package}: pip install '.[record]' in the checkout, or 'kvsim[record]'"
-            )
-    from kvsim_traces.loading import load_tokenizer
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    with contextlib.redirect_stderr(io.StringIO()):
-        tokenizer = load_tokenizer(path)
+    need_torch("--tokenizer", "record")
+    tokenizer = load_tokenizer(model)
     return lambda text: len(tokenizer(text).input_ids)
