@@ -16,10 +16,8 @@ from kvsim.version import __version__
 
 __all__ = ["EVAL_KEY", "Question", "answer_row", "ask", "counter", "evaluate", "stop_tokens", "survival"]
 
-EVAL_KEY = ("model_hash", "task", "length", "seed", "index", "policy", "chat", "version")
+EVAL_KEY = ("model_hash", "task", "length", "seed", "index", "policy", "chat", "answer_tokens", "version")
 """What a row is a function of."""
-
-MOST_ANSWER = 1024
 
 
 @dataclass(frozen=True)
@@ -161,6 +159,7 @@ def evaluate(
     stops = stop_tokens(model, tokenizer)
     for index in indices:
         sample = task.sample(index, length, count, seed=seed)
+        steps = sample.answer_tokens if answer_tokens is None else answer_tokens
         keys = [
             {
                 "model_hash": model_hash,
@@ -170,6 +169,7 @@ def evaluate(
                 "index": index,
                 "policy": str(policy),
                 "chat": chat,
+                "answer_tokens": steps,
                 "version": __version__,
             }
             for policy in policies
@@ -180,7 +180,6 @@ def evaluate(
             continue
         question = ask(tokenizer, sample, chat=chat)
         prefix = prefill(model, question.tokens)
-        steps = min(sample.answer_tokens, MOST_ANSWER) if answer_tokens is None else answer_tokens
         runs = decode(model, [prefix] * len(chosen), [policies[at] for at in chosen], steps=steps, stop=stops)
         yield [keys[at] | answer_row(tokenizer, question, run, prefix) for at, run in zip(chosen, runs, strict=True)]
 

@@ -215,4 +215,5 @@ def _total_variation(run: Result, recorded: Trace, seen: Trace) -> FloatArray:
 
 def _renormalised(rows: FloatArray) -> FloatArray:
     mass = rows.sum(axis=-1, keepdims=True)
-    return np.divide(rows, mass, out=np.zeros_like(rows), where=mass > 0)
+    own: FloatArray = np.divide(rows, mass, out=np.zeros_like(rows), where=mass > 0)
+    return own

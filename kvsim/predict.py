@@ -64,7 +64,13 @@ def predict_rows(
         sample = task.sample(index, length, count, seed=seed)
         question = ask(tokenizer, sample, chat=chat)
         prefix = prefill(model, question.tokens)
-        runs = decode(model, [prefix] * (len(parsed) + 1), ["full", *parsed], steps=answer_tokens or sample.answer_tokens, stop=stops)
+        runs = decode(
+            model,
+            [prefix] * (len(parsed) + 1),
+            ["full", *parsed],
+            steps=answer_tokens or sample.answer_tokens,
+            stop=stops,
+        )
         full, recording = runs[0], runs[0].sequence.trace
         recording.end()
         loops = closed_loop(model, prefix, full.tokens, parsed)
@@ -116,9 +122,9 @@ def prediction(rows: Items[Mapping[str, Any]], *, resamples: int = 1000, seed: i
     -------
     list of dict
         For each task and length, and each predictor: ``rank_correlation`` (Spearman, over policies, of the mean score
-        with the mean predictor) with ``_low`` and ``_high``; ``auc``: the chance that of two policies on ONE sample, of
-        which one scored higher, the predictor is on its side (ties count half), averaged over all such pairs; ``pairs``,
-        their number. None where undefined (equal scores everywhere, no needles).
+        with the mean predictor) with ``_low`` and ``_high``; ``auc``: the chance that of two policies on ONE sample,
+        of which one scored higher, the predictor is on its side (ties count half), averaged over all such pairs;
+        ``pairs``, their number. None where undefined (equal scores everywhere, no needles).
 
     Raises
     ------

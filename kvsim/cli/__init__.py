@@ -9,9 +9,11 @@ from kvsim.cli import (
     bench,
     chart,
     compare,
+    evaluate,
     fidelity,
     live,
     policies,
+    predict,
     record,
     replay,
     sweep,
@@ -56,6 +58,8 @@ app.command()(compare.compare)
 app.command()(chart.chart)
 app.command()(record.record)
 app.command()(live.live)
+app.command("eval")(evaluate.evaluate)
+app.command()(predict.predict)
 app.command()(fidelity.fidelity)
 app.command()(policies.policies)
 app.command()(tasks.tasks)

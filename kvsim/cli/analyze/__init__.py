@@ -13,6 +13,7 @@ from kvsim.cli.analyze.sensitivity import sensitivity
 from kvsim.cli.analyze.stability import stability
 from kvsim.cli.analyze.transfer import transfer
 from kvsim.cli.output import ErrorGroup
+from kvsim.cli.predict import prediction
 
 __all__ = ["app"]
 
@@ -24,6 +25,7 @@ app.command()(memory)
 app.command()(momentum)
 app.command()(stability)
 app.command()(oracle)
+app.command()(prediction)
 app.command()(scorers)
 app.command()(sensitivity)
 app.command()(transfer)
