@@ -21,9 +21,7 @@ def predict(
     model: ModelPath,
     task: Annotated[list[str], typer.Option(metavar="TASK", help="A task of `kvsim tasks`; repeatable.")],
     policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="New file of JSON lines, a row for each sample and policy.")
-    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="New file of JSON lines, a row a sample and policy.")],
     samples: Annotated[int, typer.Option(help="Samples of each task.")] = 20,
     length: Annotated[
         list[int] | None, typer.Option(metavar="TOKENS", help="Tokens of prompt and answer; repeatable; 512.")
