@@ -14,12 +14,12 @@ from kvsim_traces import Trace, open_trace
 
 from kvsim.engines.outcome import Progress
 from kvsim.errors import KvsimError
-from kvsim.plan import FloatArray, Plan
+from kvsim.plan import FloatArray, Groups, Plan
 from kvsim.policy import Policy
 from kvsim.replay import choose_budget
 from kvsim.shadow import LinearPlan, bundles, full_scores, linear_plans
 
-__all__ = ["DEFAULT_H", "DEFAULT_POLICIES", "PARTS", "TradeOff", "Utility", "decompose"]
+__all__ = ["DEFAULT_H", "DEFAULT_POLICIES", "PARTS", "TradeOff", "Utility", "decompose", "true_utilities"]
 
 DEFAULT_H = (4, 8, 16)
 DEFAULT_POLICIES = (
@@ -199,7 +199,8 @@ class _Pass:
             updated = self._update(self.on_scores, s, t, n)[1]
             for v, width in enumerate(self.variants):
                 if width is None:
-                    u = self._utilities(t + 1, n)
+                    assert self.utility is not None
+                    u = true_utilities(self.utility, self.groups, t + 1, n)
                 else:
                     u = np.empty((count * depth, n))
                     smooth(ring, max(0, t - width), min(t + width, steps - 1), trace.prompt_length, u)
@@ -242,12 +243,19 @@ class _Pass:
                     lost = loss(states[p, g], worth[g], best[budget], budget, sink, recent)
                     out[p, place] += lost / self.groups.count
 
-    def _utilities(self, step: int, n: int) -> FloatArray:
-        assert self.utility is not None
-        given = np.asarray(self.utility(step), dtype=np.float64)
-        want = (len(self.groups.layers), n)
-        if given.shape != want or not np.isfinite(given).all():
-            raise KvsimError(
-                f"utilities of step {step} must be finite numbers of shape {list(want)}, got shape {list(given.shape)}"
-            )
-        return np.concatenate([given[self.groups.members(g)[0]] for g in range(self.groups.count)])
+
+def true_utilities(utility: Utility, groups: Groups, step: int, n: int) -> FloatArray:
+    """Read the true utilities of a step's n positions as the groups see them, [G * K, n].
+
+    Raises
+    ------
+    KvsimError
+        If they have the wrong shape or are not finite.
+    """
+    given = np.asarray(utility(step), dtype=np.float64)
+    want = (len(groups.layers), n)
+    if given.shape != want or not np.isfinite(given).all():
+        raise KvsimError(
+            f"utilities of step {step} must be finite numbers of shape {list(want)}, got shape {list(given.shape)}"
+        )
+    return np.concatenate([given[groups.members(g)[0]] for g in range(groups.count)])
