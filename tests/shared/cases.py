@@ -85,6 +85,13 @@ POLICIES = [
     "inertiakv-aux",
     "inertiakv-lazy:4",
     "score-free",
+    "adaptive:noise,warmup=3",
+    "adaptive:noise,over=step,warmup=2/group=head",
+    "adaptive:disagreement,high=0.9",
+    "adaptive:disagreement,over=step,threshold=0.1,share=1/group=layer/refresh=2",
+    "adaptive:tracking",
+    "adaptive:tracking,over=step,low=0/refresh=2",
+    "adaptive:tracking,over=step,beta=0.4/group=head/protect=sink:1+recent:1",
     "oracle:future",
     "oracle:exact",
     "oracle:bound",
@@ -157,6 +164,7 @@ def write_trace(
     attention: npt.NDArray[np.float32] | None = None,
     keys: npt.NDArray[np.float32] | None = None,
     eligible: list[int] | None = None,
+    sink_logits: bool = False,
     model: dict[str, Any] | None = MODEL,
 ) -> Trace:
     """Write a synthetic recording; `heads` ones hold keys and values as well, so that every policy can run on them."""
@@ -187,6 +195,7 @@ def write_trace(
         head_dim=head_dim if capture != "scores" else None,
         arrays=[*arrays, "row_sums"],
         layers=[LayerInfo(eligible=eligible is None or layer in eligible) for layer in range(layers)],
+        sink_logits=sink_logits,
         model=model,
     )
     with TraceWriter(path, manifest) as writer:

@@ -2,6 +2,7 @@
 
 import typer
 
+from kvsim.cli.analyze.adaptive import adaptive
 from kvsim.cli.analyze.alpha import alpha
 from kvsim.cli.analyze.diff import diff
 from kvsim.cli.analyze.floor import floor
@@ -18,6 +19,7 @@ from kvsim.cli.predict import prediction
 __all__ = ["app"]
 
 app = typer.Typer(cls=ErrorGroup, help="Measure what aggregation trades against what.", no_args_is_help=True)
+app.command()(adaptive)
 app.command()(alpha)
 app.command()(diff)
 app.command()(floor)

@@ -1,0 +1,1 @@
+"""How an adaptive rule chooses its alpha while it runs, one small file each; see `kvsim.control`."""
