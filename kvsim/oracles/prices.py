@@ -17,8 +17,8 @@ __all__ = ["SLACK", "Priced", "greedy", "options", "price", "rounding", "upper_b
 
 BoolArray = npt.NDArray[np.bool_]
 
-BLOCK = 2**20
-"""Elements of a temporary."""
+BLOCK = 2**17
+"""Elements of a temporary; a megabyte of them stays in a core's cache."""
 
 SLACK = 1e-12
 """Relative room for the rounding of sums."""
@@ -82,16 +82,17 @@ def rounding(problem: Problem, total: FloatArray) -> IntArray:
     prompt = np.flatnonzero(problem.born == 1)
     if not sets:
         return last
-    worth = np.concatenate([_future(problem, prompt[rows], total)[:, 1] for rows in _cut(prompt.size, sets + 1)])
+    worth = np.empty(prompt.size)
+    for rows in _cut(prompt.size, sets + 1):
+        worth[rows] = (problem.mass[prompt[rows], 1:] - total[1:]).max(axis=1)
     first = prompt[_top(worth, budget)]
     able = np.concatenate([first, np.flatnonzero((problem.born > 1) & (problem.born <= sets))])
-    ahead, alive = _future(problem, able, total), np.arange(first.size)
+    rank, alive = _ranks(problem, able, total), np.arange(first.size)
     for e in range(1, sets + 1):
         if e > 1:
             alive = np.concatenate([alive, np.flatnonzero(problem.born[able] == e)])
             if alive.size > budget:
-                rank = ahead[alive, e] - (problem.mass[able[alive], e - 1] - total[e - 1])
-                alive = alive[_top(rank, budget)]
+                alive = alive[_top(rank[e, alive], budget)]
         last[able[alive]] = e
     return last
 
@@ -210,17 +211,22 @@ def _everyone(last: IntArray, among: IntArray, whole: Problem) -> IntArray:
     return spread
 
 
-def _future(problem: Problem, rows: IntArray, total: FloatArray) -> FloatArray:
-    """Give the highest profit from each set on, [n, S + 1]."""
-    profit = problem.mass[rows] - total
-    highest: FloatArray = np.maximum.accumulate(profit[:, ::-1], axis=1)[:, ::-1]
-    return highest
+def _ranks(problem: Problem, rows: IntArray, total: FloatArray) -> FloatArray:
+    """Give what positions would earn from each set on if kept, at best, over being evicted before it, [S + 1, n]."""
+    ranks = np.empty((problem.num_sets + 1, rows.size))
+    for part in _cut(rows.size, problem.num_sets + 1):
+        profit = problem.mass[rows[part]] - total
+        highest = np.maximum.accumulate(profit[:, ::-1], axis=1)[:, ::-1]
+        ranks[1:, part] = (highest[:, 1:] - profit[:, :-1]).T
+    return ranks
 
 
 def _top(rank: FloatArray, count: int) -> IntArray:
     """Give the places of the `count` highest, ascending; among equals the last."""
     if count >= rank.size:
         return np.arange(rank.size)
+    if count == rank.size - 1:
+        return np.delete(np.arange(rank.size), rank.argmin())
     cut = np.partition(rank, rank.size - count)[rank.size - count]
     above, equal = np.flatnonzero(rank > cut), np.flatnonzero(rank == cut)
     return np.sort(np.concatenate([above, equal[equal.size - (count - above.size) :]]))
