@@ -24,7 +24,7 @@ from kvsim.plan import Plan
 from kvsim.policy import parse
 from kvsim.version import __version__
 
-__all__ = ["bench_large", "bench_replay", "check_install"]
+__all__ = ["bench_large", "bench_replay", "check_install", "machine"]
 
 SELF_CHECK = ("single", "ema:0.8", "cumulative/group=layer", "ema:0.8/refresh=3", "ema:0.8/protect=sink:2+recent:2")
 
@@ -110,7 +110,7 @@ def bench_replay(
         "rows": rows,
         "memory_read_gb_s": round(statistics.median(reads), 2),
         "shape": {"steps": steps, "layers": layers, "prompt": prompt, "heads": heads, "compression_ratio": 0.9},
-        **_machine(),
+        **machine(),
     }
 
 
@@ -156,7 +156,7 @@ def bench_large(
         "build_s": round(build, 1),
         "replay_s": round(replay, 1),
         "peak_memory_mib": round(peak / 1024),
-        **_machine(),
+        **machine(),
     }
 
 
@@ -259,7 +259,8 @@ def _write_linked(path: Path, steps: int, layers: int, prompt: int) -> None:
     (path / "zarr.json").write_text(json.dumps(group))
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """Describe the machine and the versions that a number was measured with."""
     import numba
 
     return {

@@ -32,6 +32,9 @@ REMEMBERED = 16
 """Optima that are kept for the next call, which a replay after a check of its policies makes."""
 
 
+ROUNDING = 1e-12
+"""A gap below it is what sums in another order differ by."""
+
 LARGEST_POOL = 2**31
 """Most bytes of the gains of all groups together, which a pooled budget needs at once."""
 
@@ -215,7 +218,8 @@ def _to_the_end(last: npt.NDArray[np.int64], problem: Problem, steps: int) -> np
 
 
 def _gap(kept: float, best: float) -> float:
-    return 1 - kept / best if best > 0 else 0.0
+    missed = 1 - kept / best if best > 0 else 0.0
+    return 0.0 if abs(missed) < ROUNDING else missed
 
 
 _known: "OrderedDict[tuple[object, ...], Optimum]" = OrderedDict()

@@ -110,7 +110,8 @@ def rope_of(trace: Trace, layer: int) -> Rope:
             f"{where}: how model type {config.get('model_type')!r} rotates its queries is not known "
             f"(known: {', '.join(MODEL_TYPES)})"
         )
-    assert trace.head_dim is not None
+    if trace.head_dim is None:
+        raise PolicyError(f"{where}: a {trace.capture!r} capture without the size of a head has no keys to rotate")
     try:
         parameters = _parameters(config, trace.manifest.layers[layer].type)
         kind = parameters["rope_type"]

@@ -22,6 +22,9 @@ from kvsim.shadow import LinearPlan, bundles, full_scores, linear_plans
 __all__ = ["DEFAULT_H", "DEFAULT_POLICIES", "PARTS", "TradeOff", "Utility", "decompose", "true_utilities"]
 
 DEFAULT_H = (4, 8, 16)
+LARGEST = 2**31
+"""Most bytes of scores and states: those of 30 layers, 65,536 positions and the default rules and h take a quarter."""
+
 DEFAULT_POLICIES = (
     *(f"ema:{alpha}{over}" for over in ("", ",over=step", ",over=layer") for alpha in (0, 0.3, 0.6, 0.8, 0.9, 0.95)),
     "cumulative",
@@ -112,12 +115,14 @@ def decompose(
 
     Notes
     -----
-    Memory is that of the scores of ``2 h + 1`` steps, at the largest h.
+    Memory is that of the scores of ``2 h + 1`` steps at the largest h, 8 bytes for each layer of a group and position,
+    and of ``1 + number of h`` states for each policy, group and position; more than `LARGEST` bytes are refused.
 
     Raises
     ------
     KvsimError
-        If a policy is not a linear rule, an h is negative, or a utility has the wrong shape or is not finite.
+        If a policy is not a linear rule, an h is negative, memory would be too large, or a utility has the wrong shape
+        or is not finite.
     """
     chosen = choose_budget(compression_ratio, budget)
     widths = list(h) if isinstance(h, Sequence) else [h]
@@ -130,6 +135,8 @@ def decompose(
     plans = linear_plans(trace, policies, chosen)
     together = bundles(plans)
     variants: list[int | None] = [None] if utility is not None else list(widths)
+    for members in together:
+        _check_memory(trace, plans[members[0]].plan.groups, len(members), variants)
     results: dict[tuple[int, int], TradeOff] = {}
     for done, members in enumerate(together):
 
@@ -149,6 +156,19 @@ def _result(trace: Trace, plan: Plan, h: int | None, losses: FloatArray) -> Trad
     layer, lag, boundary = (float(part) for part in parts.mean(axis=1))
     budget = float(plan.budgets.mean())
     return TradeOff(plan.policy, trace.path.name, trace.hash, h, budget, layer, lag, boundary, parts)
+
+
+def _check_memory(trace: Trace, groups: Groups, policies: int, variants: Sequence[int | None]) -> None:
+    """Refuse a pass that would hold more than `LARGEST` bytes of scores and states."""
+    column = groups.count * trace.num_positions * 8
+    states = (1 + len(variants)) * policies * column
+    ring = min(2 * max(width or 0 for width in variants) + 1, trace.num_steps) * groups.depth * column
+    if states + ring <= LARGEST:
+        return
+    needs = f"{trace.path}: the trade-off would hold {(states + ring) / 2**30:.1f} GiB of scores and states"
+    widest = ((LARGEST - states) // (groups.depth * column) - 1) // 2
+    hint = f"use no h above {widest}" if widest >= 0 else "take fewer policies at a time, or a coarser group="
+    raise KvsimError(f"{needs}, more than {LARGEST / 2**30:g}; {hint}")
 
 
 class _Pass:

@@ -13,6 +13,7 @@ from rich import box
 from rich.table import Table
 
 from kvsim.bench import bench_large, bench_replay
+from kvsim.bench_oracle import bench_oracle
 from kvsim.cli.options import AsJson, Quiet, Traces, find_traces
 from kvsim.cli.output import ErrorGroup, console, narrow_table, print_json, progress_bar, say
 
@@ -115,6 +116,22 @@ def adaptive(
         say(f"rank correlation of {signal} with the best alpha: {known}")
     for row in report["eta"]:
         say(", ".join(f"{key} {value:.4g}" for key, value in row.items()))
+
+
+@app.command()
+def oracle(as_json: AsJson = False) -> None:
+    """Measure how close the bound of oracle:bound comes in how much time, and its peak memory, on one core.
+
+    Example: kvsim bench oracle --json
+    """
+    report = bench_oracle()
+    if as_json:
+        print_json(report)
+        return
+    for row in report.pop("rows"):
+        _print_facts({name: value for name, value in row.items() if name != "gap_over_time"})
+        console.print()
+    _print_facts(report)
 
 
 def _print_facts(report: dict[str, Any]) -> None:

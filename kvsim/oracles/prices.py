@@ -5,6 +5,7 @@ together, plus the price of all places, bounds every feasible schedule (Lagrange
 subgradient; positions that no schedule better than the best known one can keep are left out as the bound falls.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -102,7 +103,13 @@ def greedy(problem: Problem) -> IntArray:
     return rounding(problem, np.zeros(problem.num_sets + 1))
 
 
-def price(problem: Problem, *, tolerance: float = 1e-5, rounds: int = 300) -> Priced:
+def price(
+    problem: Problem,
+    *,
+    tolerance: float = 1e-5,
+    rounds: int = 300,
+    watch: Callable[[float, float], None] | None = None,
+) -> Priced:
     """Find prices whose bound is low and a schedule whose mass is high.
 
     Parameters
@@ -113,6 +120,8 @@ def price(problem: Problem, *, tolerance: float = 1e-5, rounds: int = 300) -> Pr
         Relative gap at which the search ends.
     rounds : int
         Most steps of the subgradient.
+    watch : callable, optional
+        Called at each step with (best bound, best mass).
     """
     everyone = np.arange(problem.born.size)
     last = greedy(problem)
@@ -130,6 +139,8 @@ def price(problem: Problem, *, tolerance: float = 1e-5, rounds: int = 300) -> Pr
             stale = 0
         if bound < best:
             best, best_total = bound, total
+        if watch is not None:
+            watch(best, value)
         if step % 10 == 0 or step == rounds - 1:
             for prices in (np.diff(best_total), mean):
                 found = _everyone(rounding(problem, _running(prices)), among, whole)

@@ -10,7 +10,7 @@ from kvsim_traces import Trace
 from kvsim.mass import group_rows
 from kvsim.plan import FloatArray, Groups
 
-__all__ = ["IntArray", "Problem", "pool", "problems"]
+__all__ = ["Builder", "IntArray", "Problem", "pool", "problems"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -48,7 +48,7 @@ class Problem:
     @classmethod
     def of_rows(cls, rows: Sequence[FloatArray], prompt: int, budget: int) -> "Problem":
         """Build the problem of explicit rows: step t's over its `prompt` + t positions."""
-        builder = _Builder(prompt, len(rows))
+        builder = Builder(prompt, len(rows))
         for t, row in enumerate(rows, start=1):
             builder.add(t, np.asarray(row, dtype=np.float64))
         return builder.problem(budget)
@@ -80,8 +80,14 @@ def pool(parts: Sequence[Problem]) -> Problem:
     )
 
 
-class _Builder:
-    """Fills a problem's mass row by row; blocks of steps are transposed at once."""
+class Builder:
+    """Fills a problem's mass row by row; blocks of steps are transposed at once.
+
+    Parameters
+    ----------
+    prompt, steps : int
+        L0 and T.
+    """
 
     def __init__(self, prompt: int, steps: int) -> None:
         self._prompt, self._steps = prompt, steps
@@ -127,7 +133,7 @@ def problems(trace: Trace, groups: Groups, budgets: IntArray) -> Iterator[Proble
     chunk = max(1, CHUNK_BYTES // size)
     for first in range(0, groups.count, chunk):
         own = range(first, min(first + chunk, groups.count))
-        builders = [_Builder(trace.prompt_length, trace.num_steps) for _ in own]
+        builders = [Builder(trace.prompt_length, trace.num_steps) for _ in own]
         for t in range(1, trace.num_steps + 1):
             for builder, row in zip(builders, group_rows(trace, groups, t, own), strict=True):
                 builder.add(t, row)

@@ -1,5 +1,6 @@
 """The benchmarks run, say what they promise, and refuse on a failing install; their numbers are not tested."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvsim
-from kvsim import bench
+from kvsim import bench, bench_oracle
 from kvsim.engines import cpu, get_engine
 
 
@@ -43,6 +44,29 @@ def test_a_large_recording_is_replayed_in_a_process_of_its_own(tmp_path):
     trace = kvsim.open_trace(tmp_path / "large")
     assert trace.num_steps == report["steps"]
     assert np.isclose(trace.score_rows(trace.num_steps).sum(), 2, atol=1e-2)
+
+
+def test_oracle_report():
+    report = bench_oracle.bench_oracle([(400, 24), (30, 1)])
+    large, small = report["rows"]
+    assert (large["prompt"], large["steps"], large["budget"]) == (400, 24, 40)
+    assert large["seconds_to_1_percent"] <= large["seconds_to_0.1_percent"] <= large["seconds"]
+    assert large["gap"] < 1e-3
+    assert large["gap_over_time"][-1] == [large["seconds"], large["gap"]]
+    assert small["gap"] <= 1e-9
+    assert report["kvsim"] == kvsim.__version__
+
+
+def test_no_gap_from_a_schedule_that_does_not_fit(monkeypatch):
+    found = bench_oracle.price
+
+    def greedy(problem, **options):
+        priced = found(problem, **options)
+        return dataclasses.replace(priced, last=np.full_like(priced.last, problem.num_sets))
+
+    monkeypatch.setattr(bench_oracle, "price", greedy)
+    with pytest.raises(kvsim.KvsimError, match="does not fit"):
+        bench_oracle.measure(100, 8)
 
 
 @pytest.mark.slow

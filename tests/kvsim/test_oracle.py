@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 import kvsim
 from kvsim import oracle
+from kvsim.bench_oracle import drifting
 from kvsim.cli import app
 from kvsim.engines import ENGINES
 from kvsim.oracles import exact, prices
@@ -215,15 +216,12 @@ def test_constant_scores(tmp_path):
 
 def test_prices_scale():
     """A larger instance than a program in full would like, with a bound within a thousandth."""
-    rng = np.random.default_rng(0)
-    taste, drift = 1.5 * rng.normal(size=2128), np.zeros(2128)
-    rows = []
-    for t in range(1, 129):
-        drift = 0.95 * drift + 0.3 * rng.normal(size=2128)
-        weights = np.exp(taste + 2 * drift)[: 2000 + t]
-        rows.append(weights / weights.sum())
-    priced = prices.price(Problem.of_rows(rows, 2000, 200))
+    seen = []
+    priced = prices.price(drifting(2000, 128, 200), watch=lambda bound, value: seen.append((bound, value)))
     assert 0 <= priced.bound - priced.value < 1e-3 * priced.bound
+    assert len(seen) > 10
+    assert all(value <= bound for bound, value in seen)
+    assert seen == sorted(seen, key=lambda pair: -pair[0])
 
 
 def test_the_command_prints_bound_and_gap():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +10,14 @@ from cases import SAMPLES, random_attention, rows_trace, write_trace
 from typer.testing import CliRunner
 
 import kvsim
+from kvsim import tradeoff
 from kvsim.cli import app
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.intervals import best_alphas, over_traces
+from kvsim.plan import Groups
 from kvsim.scoring import attention_scores, independent_scores
 from kvsim.synth import KINDS, Synthetic, write_synthetic
-from kvsim.tradeoff import DEFAULT_POLICIES, PARTS, decompose
+from kvsim.tradeoff import DEFAULT_H, DEFAULT_POLICIES, PARTS, decompose
 
 RULES = [
     *("single", "cumulative", "ema:0", "ema:0.8", "ema:0.9,over=step", "ema:0.7,over=layer", "tova", "inertiakv"),
@@ -270,6 +273,31 @@ def test_bad_input_is_an_error(tmp_path):
     other = write_synthetic(spec, tmp_path / "s")
     assert "--smoothed" in run("analyze", "alpha", "--trace", trace.path, other.path, code=2).stderr
     run("analyze", "alpha", "--trace", trace.path, other.path, "--smoothed", "--policy", "ema")
+
+
+def test_more_memory_than_its_limit_is_refused_and_a_smaller_h_named(tmp_path, monkeypatch):
+    """12 steps of 52 positions in 3 layers: a step's scores take 1,248 bytes, a rule's states 416 each."""
+    trace = write_trace(tmp_path / "t")
+    monkeypatch.setattr(tradeoff, "LARGEST", 7 * 1248 + 2 * 416)
+    decompose(trace, ["ema:0.8"], h=3)
+    with pytest.raises(KvsimError, match="no h above 3"):
+        decompose(trace, ["ema:0.8"], h=4)
+    monkeypatch.setattr(tradeoff, "LARGEST", 12 * 1248 + 2 * 416)
+    decompose(trace, ["ema:0.8"], h=1000)
+    words = "analyze", "alpha", "--trace", trace.path, "--policy", "ema:0.8"
+    monkeypatch.setattr(tradeoff, "LARGEST", 7 * 1248 + 4 * 416)
+    assert "no h above 3" in run(*words, code=2).stderr
+    found = json.loads(run(*words, "--h", 3, "--only-h", "--json").stdout)["results"]
+    assert [row["h"] for row in found] == [3]
+    run(*words, "--h", 3, "--only-h")
+    monkeypatch.setattr(tradeoff, "LARGEST", 1248)
+    with pytest.raises(KvsimError, match="fewer policies"):
+        decompose(trace, ["ema:0.8"], h=0)
+
+
+def test_the_defaults_fit_a_long_prompt(tmp_path):
+    shape = SimpleNamespace(path=tmp_path, num_positions=65536 + 1024, num_steps=1024)
+    tradeoff._check_memory(shape, Groups("shared", tuple(range(30)), 9, 3), len(DEFAULT_POLICIES), DEFAULT_H)
 
 
 def test_intervals_and_best_alphas(tmp_path):

@@ -26,6 +26,7 @@ def alpha(
     compression_ratio: CompressionRatio = None,
     budget: BudgetText = None,
     h: Annotated[int, typer.Option("--h", metavar="STEPS", help="Half width of the moving average.")] = 8,
+    only_h: Annotated[bool, typer.Option("--only-h", help="No other h: takes less memory.")] = False,
     smoothed: Smoothed = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap over traces.")] = 0,
     as_json: AsJson = False,
@@ -48,7 +49,7 @@ def alpha(
     names = {str(one.with_budget(chosen)): str(one) for one in map(parse, policy or DEFAULT_POLICIES)}
     traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
     known = utilities_of(traces, smoothed=smoothed)
-    widths = sorted({*DEFAULT_H, h})
+    widths = [h] if only_h else sorted({*DEFAULT_H, h})
     by_trace: list[list[TradeOff]] = []
     for recording, utility in zip(traces, known, strict=True):
         with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
