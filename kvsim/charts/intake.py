@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,14 +11,12 @@ from kvsim.charts.style import MAX_ROWS, Row
 from kvsim.errors import KvsimError, unknown_name
 from kvsim.result import Result
 
-if TYPE_CHECKING:
-    import polars as pl
-
 __all__ = ["Results", "Rows"]
 
 Results = Result | Sequence[Result]
-Rows = Union["pl.DataFrame", Iterable[Any]]
-"""Rows: dicts, objects with a ``summary()`` (`Result`, `kvsim.tradeoff.TradeOff`, …), or a polars frame."""
+Rows: TypeAlias = Any
+"""Rows: a polars frame; or one or several dicts, objects with a ``summary()`` (`Result`, `kvsim.tradeoff.TradeOff`, …)
+or tables of their own (`TABLES`)."""
 
 TABLES = ("pairs", "rows")
 """Where results that are tables of their own keep their rows: `Stability`, `Spectrum`, `TwoTokens`, `Sweep`."""
@@ -52,7 +50,7 @@ def rows_of(given: Rows, *needed: str) -> list[Row]:
         If there are none, one has no names, or no row has a needed column.
     """
     if hasattr(given, "to_dicts"):
-        rows = given.to_dicts()
+        rows: list[Row] = given.to_dicts()
     else:
         single = isinstance(given, Mapping) or any(hasattr(given, name) for name in ("summary", *TABLES))
         many: Any = [given] if single else given

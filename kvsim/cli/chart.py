@@ -39,6 +39,9 @@ def chart(
     raw: Annotated[bool, typer.Option("--raw", help="For retention: the raw top-B sets as well.")] = False,
     shadow: Shadow = False,
     h: Annotated[int, typer.Option("--h", metavar="STEPS", help="For tradeoff: half width of the average.")] = 8,
+    bound: Annotated[
+        str | None, typer.Option(metavar="NAME", help="For stability: finite (the default) or asymptotic.")
+    ] = None,
     ratios: Annotated[
         str, typer.Option(metavar="R,R,…", help="For budgets and cost: compression ratios, each the fraction REMOVED.")
     ] = ",".join(RATIOS),
@@ -74,6 +77,7 @@ def chart(
             shadow=shadow,
             raw=raw,
             h=h,
+            bound=bound,
             ratios=tuple(ratios.split(",")),
             advance=advance,
         )

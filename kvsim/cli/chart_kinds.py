@@ -45,6 +45,8 @@ class Request:
         Half width of the moving average of the trade-off.
     ratios : tuple of str
         Compression ratios of the charts against budget or cost.
+    bound : str or None
+        Which bound of Proposition 1.
     advance : callable
         Told (done, all).
     """
@@ -58,6 +60,7 @@ class Request:
     raw: bool = False
     h: int = 8
     ratios: tuple[str, ...] = RATIOS
+    bound: str | None = None
     advance: Progress = field(default=lambda done, total: None)
 
     def one_trace(self, kind: str) -> Trace:
@@ -204,6 +207,27 @@ def _tradeoff(request: Request) -> "Chart":
     return charts.tradeoff(rows, h=request.h)
 
 
+def _stability(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.stability import DEFAULT_POLICIES, rank_stability
+
+    policies = request.chosen(*DEFAULT_POLICIES)
+    found = [
+        one for trace in request.traces for one in rank_stability(trace, policies, shuffles=0, progress=request.advance)
+    ]
+    return charts.rank_stability(found, request.bound)
+
+
+def _two_tokens(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.twotokens import two_tokens
+
+    policies = request.chosen("ema:0.8,over=step")
+    if len(policies) > 1:
+        raise KvsimError(f"two-tokens draws one policy, got {len(policies)}")
+    return charts.two_tokens(two_tokens(request.one_trace("two-tokens"), policies[0]))
+
+
 def _memory(request: Request) -> "Chart":
     from kvsim import charts
 
@@ -226,6 +250,8 @@ KINDS: dict[str, Kind] = {
     "budgets": Kind(_budgets(None), "a metric against the budget; --metric, --ratios"),
     "cost": Kind(_budgets("kv_bytes"), "a metric against memory; --metric, --ratios"),
     "tradeoff": Kind(_tradeoff, "what a linear rule loses to layers, lag and noise; --h"),
+    "stability": Kind(_stability, "Proposition 1 beside the measured misranking, pair by pair; --bound"),
+    "two-tokens": Kind(_two_tokens, "the two tokens at ranks B and B+1, their scores and a rule's state"),
     "memory": Kind(_memory, "where the weight of a linear rule's state comes from"),
 }
 
