@@ -15,6 +15,7 @@ from kvsim.charts.files import save
 from kvsim.charts.grids import needle_grid
 from kvsim.charts.lines import attended_pairs, churn, kept_mass, timeline
 from kvsim.charts.maps import evictions, reference_utility, retention
+from kvsim.charts.notebook import in_notebooks
 from kvsim.charts.optimum import oracle_gap, oracle_gap_rows
 from kvsim.charts.pairs import rank_stability
 from kvsim.charts.rules import memory_weights, two_tokens
@@ -27,6 +28,7 @@ __all__ = [
     "churn",
     "decode_composition",
     "evictions",
+    "in_notebooks",
     "kept_mass",
     "memory_weights",
     "needle_grid",

@@ -9,6 +9,7 @@ from kvsim.charts.intake import Rows, policy_labels, rows_of, with_values
 from kvsim.charts.naming import family_of, name_of, without_budget
 from kvsim.charts.style import HEIGHT, WIDTH, Row, distinct, embed, heading, layered, number, panel_title, stacked
 from kvsim.errors import KvsimError
+from kvsim.policy import parse
 
 __all__ = ["alpha_sensitivity", "budget_curves", "quality_cost"]
 
@@ -64,7 +65,8 @@ def budget_curves(rows: Rows, metric: str = "kept_mass") -> Panels:
     Parameters
     ----------
     rows : rows
-        One a result: ``policy``, ``budget`` and ``prompt_length`` (or ``keep_ratio``), `metric`, ``trace``.
+        One a result: ``policy``, `metric`, ``trace``, and where the policy's budget is not a share of the prompt also
+        ``budget`` and ``prompt_length``, or ``keep_ratio``.
     metric : str
         The column to draw.
 
@@ -74,9 +76,7 @@ def budget_curves(rows: Rows, metric: str = "kept_mass") -> Panels:
         If a column is missing.
     """
     table = with_values(rows_of(rows, "policy", metric), metric)
-    if not any("keep_ratio" in row for row in table):
-        rows_of(table, "budget", "prompt_length")
-        table = [row | {"keep_ratio": row["budget"] / row["prompt_length"]} for row in table]
+    table = [row | {"keep_ratio": _keep_ratio(row)} for row in table]
     points = _points(table, "keep_ratio", metric)
     title, y = name_of(metric)
     x = number("x", "budget B, share of the prompt kept", scale=alt.Scale(type="log", nice=False), format=".3~p")
@@ -107,6 +107,20 @@ def quality_cost(rows: Rows, quality: str = "kept_mass", cost: str = "kv_bytes")
     x = number("x", name_of(cost)[1], scale=alt.Scale(type=kind, zero=False, nice=True), format="~s", tickCount=6)
     title = heading(f"{name_of(quality)[0]} against {name_of(cost)[0].lower()}", *_notes(table))
     return _panels(points, x, number("y", name_of(quality)[1]), title, "policy", name_of(cost)[1])
+
+
+def _keep_ratio(row: Row) -> float:
+    """Give the share of the prompt that a result's policy keeps: what was asked for, before it was floored."""
+    if row.get("keep_ratio") is not None:
+        return float(row["keep_ratio"])
+    try:
+        budget = parse(row["policy"]).budget
+    except KvsimError:
+        budget = None
+    if budget is not None and budget.keep_ratio is not None:
+        return float(budget.keep_ratio)
+    rows_of([row], "budget", "prompt_length")
+    return float(row["budget"] / row["prompt_length"])
 
 
 def _points(table: Sequence[Row], x: str, y: str) -> list[Row]:
@@ -144,6 +158,8 @@ def _panels(points: list[Row], x: Row, y: Row, title: alt.TitleParams, legend: s
     traces = list(dict.fromkeys(point["trace"] for point in points))
     encodings = distinct(series, legend)
     panels = []
+    if len(traces) > 1:
+        y["axis"]["titleFontSize"] = 10
     for trace in traces:
         own = sorted((p for p in points if p["trace"] == trace), key=lambda p: (series.index(p["series"]), p["x"]))
         named = {"title": None} if trace != traces[-1] else {}
@@ -159,7 +175,7 @@ def _panels(points: list[Row], x: Row, y: Row, title: alt.TitleParams, legend: s
         line = base.mark_line().encode(color=encodings["color"], strokeDash=encodings["strokeDash"])
         marks = base.mark_point(filled=True, size=55, opacity=1)
         marks = marks.encode(color=encodings["color"], shape=encodings["shape"])
-        size = {"width": WIDTH, "height": HEIGHT if len(traces) == 1 else 170}
+        size = {"width": WIDTH, "height": HEIGHT if len(traces) == 1 else 190}
         own_title = {"title": panel_title(trace)} if len(traces) > 1 else {}
         panels.append(layered(line, marks, **size, **own_title))
     return stacked(panels, title, "color", "shape", "strokeDash")

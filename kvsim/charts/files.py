@@ -10,7 +10,7 @@ from kvsim_traces.files import os_reason, sync_directory, write_whole
 
 from kvsim.errors import KvsimError, unknown_name
 
-__all__ = ["SUFFIXES", "check_path", "save"]
+__all__ = ["SUFFIXES", "can_draw", "check_path", "save"]
 
 SUFFIXES = {".html": "html", ".json": "json", ".png": "png", ".svg": "svg"}
 """Kinds of files; pictures need the extra ``charts``, and with it a page carries the libraries that draw it."""
@@ -31,7 +31,7 @@ def check_path(path: str | Path) -> Path:
         raise unknown_name("suffix of a chart's file", path.suffix or path.name, SUFFIXES)
     if path.is_dir():
         raise KvsimError(f"{path}: is a directory; a chart is written to one file")
-    if path.suffix in (".png", ".svg") and not _can_draw():
+    if path.suffix in (".png", ".svg") and not can_draw():
         raise KvsimError(
             f"{path}: a {path.suffix} needs vl-convert-python: pip install 'kvsim[charts]'; .html and .json do without"
         )
@@ -57,7 +57,7 @@ def save(chart: alt.TopLevelMixin, path: str | Path) -> Path:
     drawn: Any = chart
     kind = SUFFIXES[path.suffix]
     if kind == "html":
-        data = drawn.to_html(inline=_can_draw()).encode()
+        data = drawn.to_html(inline=can_draw()).encode()
     elif kind == "json":
         data = drawn.to_json(indent=None).encode() + b"\n"
     else:
@@ -74,5 +74,6 @@ def save(chart: alt.TopLevelMixin, path: str | Path) -> Path:
     return path
 
 
-def _can_draw() -> bool:
+def can_draw() -> bool:
+    """Whether the extra ``charts`` is installed."""
     return importlib.util.find_spec("vl_convert") is not None

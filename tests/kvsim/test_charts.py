@@ -304,7 +304,9 @@ def test_budget_and_cost_curves_join_the_budgets_of_a_policy():
     kept = dict(frame.select("policy", "kept_mass").iter_rows())
     expected = six([kept["ema:0.8/budget=10%"], kept["ema:0.8/budget=50%"]])
     assert series(chart, "y")["ema:0.8"] == expected
-    assert series(chart, "x")["ema:0.8"] == six([25 / 255, 127 / 255])
+    assert series(chart, "x")["ema:0.8"] == [0.1, 0.5]
+    tokens = charts.budget_curves([kvsim.replay(MULTI, "ema:0.8", budget=budget) for budget in (51, 17)])
+    assert series(tokens, "x")["ema:0.8"] == six([17 / 255, 51 / 255])
     cost = charts.quality_cost(frame)
     checked(cost)
     assert series(cost, "y")["ema:0.8"] == expected
