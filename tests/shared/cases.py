@@ -166,7 +166,6 @@ def write_trace(
     eligible: list[int] | None = None,
     sink_logits: bool = False,
     model: dict[str, Any] | None = MODEL,
-    sink_logits: bool = False,
 ) -> Trace:
     """Write a synthetic recording; `heads` ones hold keys and values as well, so that every policy can run on them."""
     rng = np.random.default_rng(seed)
@@ -198,7 +197,6 @@ def write_trace(
         layers=[LayerInfo(eligible=eligible is None or layer in eligible) for layer in range(layers)],
         sink_logits=sink_logits,
         model=model,
-        sink_logits=sink_logits,
     )
     with TraceWriter(path, manifest) as writer:
         writer.write_prompt(
