@@ -108,7 +108,7 @@ def predict_rows(
 
 
 def prediction(rows: Items[Mapping[str, Any]], *, resamples: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
-    """Say how well each predictor orders policies, and how well it tells right answers from wrong ones.
+    """Say how well each predictor orders policies of one budget, and tells their right answers from wrong ones.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ def prediction(rows: Items[Mapping[str, Any]], *, resamples: int = 1000, seed: i
     Returns
     -------
     list of dict
-        For each task and length, and each predictor: ``rank_correlation`` (Spearman, over policies, of the mean score
+        For each task, length and budget, and each predictor: ``rank_correlation`` (Spearman, over policies, of the mean score
         with the mean predictor) with ``_low`` and ``_high``; ``auc``: the chance that of two policies on ONE sample,
         of which one scored higher, the predictor is on its side (ties count half), averaged over all such pairs;
         ``pairs``, their number. None where undefined (equal scores everywhere, no needles).
@@ -132,8 +132,8 @@ def prediction(rows: Items[Mapping[str, Any]], *, resamples: int = 1000, seed: i
         If a sample lacks a policy.
     """
     found: list[dict[str, Any]] = []
-    for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
-        own = [row for row in rows if (row["task"], row["length"]) == (task, length)]
+    for task, length, budget in dict.fromkeys(map(_setting, rows)):
+        own = [row for row in rows if _setting(row) == (task, length, budget)]
         policies = list(dict.fromkeys(row["policy"] for row in own))
         samples = list(dict.fromkeys(row["index"] for row in own))
         by_key = {(row["index"], row["policy"]): row for row in own}
@@ -154,6 +154,7 @@ def prediction(rows: Items[Mapping[str, Any]], *, resamples: int = 1000, seed: i
                 {
                     "task": task,
                     "length": length,
+                    "budget": budget,
                     "samples": len(samples),
                     "policies": len(policies),
                     "predictor": name,
@@ -187,6 +188,11 @@ def auc(scores: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> tup
     equal = values[:, :, None] == values[:, None, :]
     pairs = int(better.sum())
     return pairs, float((higher[better].sum() + equal[better].sum() / 2) / pairs) if pairs else None
+
+
+def _setting(row: Mapping[str, Any]) -> tuple[str, int, str]:
+    # Policies are compared at one budget only: that more memory keeps more and answers better is no prediction.
+    return row["task"], row["length"], str(parse(row["policy"]).budget)
 
 
 def _table(by_key: Mapping[Any, Any], samples: Items[Any], policies: Items[str], name: str) -> Any:

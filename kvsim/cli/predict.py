@@ -109,7 +109,7 @@ def prediction(
         print_json({"results": found})
         return
     table = narrow_table("predictor")
-    for name in ("task", "length", "samples", "policies", "rank", "95%", "AUC", "pairs"):
+    for name in ("task", "length", "B", "samples", "policies", "rank", "95%", "AUC", "pairs"):
         table.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
     for row in found:
         rho, low, high = (row[f"rank_correlation{end}"] for end in ("", "_low", "_high"))
@@ -117,6 +117,7 @@ def prediction(
             row["predictor"],
             row["task"],
             str(row["length"]),
+            row["budget"],
             str(row["samples"]),
             str(row["policies"]),
             "-" if rho is None else f"{rho:.2f}",
