@@ -121,10 +121,10 @@ def prediction(rows: Items[Mapping[str, Any]], *, resamples: int = 1000, seed: i
     Returns
     -------
     list of dict
-        For each task, length and budget, and each predictor: ``rank_correlation`` (Spearman, over policies, of the mean score
-        with the mean predictor) with ``_low`` and ``_high``; ``auc``: the chance that of two policies on ONE sample,
-        of which one scored higher, the predictor is on its side (ties count half), averaged over all such pairs;
-        ``pairs``, their number. None where undefined (equal scores everywhere, no needles).
+        For each task, length and budget, and each predictor: ``rank_correlation`` (Spearman, over policies, of the
+        mean score with the mean predictor) with ``_low`` and ``_high``; ``auc``: the chance that of two policies on
+        ONE sample, of which one scored higher, the predictor is on its side (ties count half), averaged over all such
+        pairs; ``pairs``, their number. None where undefined (equal scores everywhere, no needles).
 
     Raises
     ------
