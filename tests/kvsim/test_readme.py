@@ -29,7 +29,14 @@ def test_the_first_screen_is_what_make_demo_prints(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["analyze alpha", "analyze scorers", "replay --trace traces/samples/smollm2-needle-512 --policy oracle"]
+    "command",
+    [
+        "analyze alpha",
+        "analyze stability",
+        "analyze momentum",
+        "analyze scorers",
+        "replay --trace traces/samples/smollm2-needle-512 --policy oracle",
+    ],
 )
 def test_a_table_is_what_the_command_above_it_prints(monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "100")
