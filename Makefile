@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test samples golden clean
+.PHONY: demo test samples golden notebooks clean
 
 demo: $(VENV)/core
 	$(BIN)/kvsim replay --trace traces/samples/smollm2-needle-512 \
@@ -22,6 +22,9 @@ samples: $(VENV)/test
 
 golden: $(VENV)/test
 	PYTHONPATH=tests/shared $(BIN)/python tests/kvsim/test_golden.py
+
+notebooks: $(VENV)/test
+	$(BIN)/python notebooks/rerun.py
 
 clean:
 	rm -rf $(VENV)

@@ -42,6 +42,9 @@ def chart(
     bound: Annotated[
         str | None, typer.Option(metavar="NAME", help="For stability: finite (the default) or asymptotic.")
     ] = None,
+    scorer: Annotated[
+        list[str] | None, typer.Option(metavar="SCORER", help="For spectrum: as after score=; repeatable.")
+    ] = None,
     ratios: Annotated[
         str, typer.Option(metavar="R,R,…", help="For budgets and cost: compression ratios, each the fraction REMOVED.")
     ] = ",".join(RATIOS),
@@ -78,6 +81,7 @@ def chart(
             raw=raw,
             h=h,
             bound=bound,
+            scorers=scorer or [],
             ratios=tuple(ratios.split(",")),
             advance=advance,
         )

@@ -47,6 +47,8 @@ class Request:
         Compression ratios of the charts against budget or cost.
     bound : str or None
         Which bound of Proposition 1.
+    scorers : list of str
+        The scorers of the spectrum; none for all there are.
     advance : callable
         Told (done, all).
     """
@@ -61,6 +63,7 @@ class Request:
     h: int = 8
     ratios: tuple[str, ...] = RATIOS
     bound: str | None = None
+    scorers: list[str] = field(default_factory=list)
     advance: Progress = field(default=lambda done, total: None)
 
     def one_trace(self, kind: str) -> Trace:
@@ -228,6 +231,16 @@ def _two_tokens(request: Request) -> "Chart":
     return charts.two_tokens(two_tokens(request.one_trace("two-tokens"), policies[0]))
 
 
+def _spectrum(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.spectrum import spectrum
+
+    scorers = request.scorers or None
+    budget = str(request.budget)
+    found = [spectrum(trace, scorers, budget=budget, progress=request.advance) for trace in request.traces]
+    return charts.scorer_spectrum(found)
+
+
 def _memory(request: Request) -> "Chart":
     from kvsim import charts
 
@@ -252,6 +265,7 @@ KINDS: dict[str, Kind] = {
     "tradeoff": Kind(_tradeoff, "what a linear rule loses to layers, lag and noise; --h"),
     "stability": Kind(_stability, "Proposition 1 beside the measured misranking, pair by pair; --bound"),
     "two-tokens": Kind(_two_tokens, "the two tokens at ranks B and B+1, their scores and a rule's state"),
+    "spectrum": Kind(_spectrum, "how far scorers are from attention, layer by layer; --scorer"),
     "memory": Kind(_memory, "where the weight of a linear rule's state comes from"),
 }
 

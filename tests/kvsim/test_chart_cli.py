@@ -114,6 +114,7 @@ def test_without_the_extra_pages_load_their_libraries_and_pictures_are_refused(t
         (["retention", MULTI, LONG, *BOTH, "--out", "a.html"], "retention draws one recording, got 2"),
         (["two-tokens", MULTI, *BOTH, "--out", "a.html"], "two-tokens draws one policy, got 2"),
         (["tradeoff", MULTI, "--policy", "tova", "--h", "-1", "--out", "a.html"], "h must be"),
+        (["spectrum", MULTI, "--scorer", "fame", "--out", "a.html"], "unknown score 'fame'"),
         (["memory", MULTI, "--policy", "snapkv:16", "--out", "a.html"], "not a linear rule"),
         (["stability", MULTI, *BOTH, "--bound", "tight", "--out", "a.html"], "unknown column 'tight'"),
     ],
