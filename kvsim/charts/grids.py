@@ -22,7 +22,7 @@ def needle_grid(rows: Rows, score: str = "score", *, length: str = "length", dep
     ----------
     rows : rows
         One a sample or a cell: `length` (tokens), `depth` (where the needle is, 0 to 1 or in percent), `score`, and
-        optional ``policy``.
+        optional ``policy`` and ``samples`` (how many a row stands for).
     score, length, depth : str
         The columns.
 
@@ -33,12 +33,14 @@ def needle_grid(rows: Rows, score: str = "score", *, length: str = "length", dep
     """
     table = with_values(rows_of(rows, length, depth, score), length, depth, score)
     labels = policy_labels(str(row.get("policy", "")) for row in table)
-    cells: dict[str, dict[tuple[float, float], list[float]]] = defaultdict(lambda: defaultdict(list))
+    cells: dict[str, dict[tuple[float, float], list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
     for row in table:
-        cells[labels[str(row.get("policy", ""))]][row[length], row[depth]].append(float(row[score]))
+        cells[labels[str(row.get("policy", ""))]][row[length], row[depth]].append(
+            (float(row[score]), int(row.get("samples") or 1))
+        )
     if sum(map(len, cells.values())) > MAX_ROWS:
         raise KvsimError(f"a chart holds {MAX_ROWS} cells, got {sum(map(len, cells.values()))}")
-    values = [value for own in cells.values() for one in own.values() for value in one]
+    values = [value for own in cells.values() for one in own.values() for value, _ in one]
     low, high = min(0.0, *values), max(1.0, *values)
     percent = any(row[depth] > 1 for row in table)
     lengths = sorted({row[length] for row in table})
@@ -47,14 +49,15 @@ def needle_grid(rows: Rows, score: str = "score", *, length: str = "length", dep
     for index, (policy, own) in enumerate(cells.items()):
         points: list[Row] = []
         for (at_length, at_depth), scores in sorted(own.items()):
-            mean = sum(scores) / len(scores)
+            count = sum(samples for _, samples in scores)
+            mean = sum(value * samples for value, samples in scores) / count
             where = {"length": f"{at_length:g}", "depth": _depth(at_depth, percent)}
             dark = (mean - low) / (high - low) > 0.55
-            points.append({**where, "score": mean, "samples": len(scores), "dark": dark})
+            points.append({**where, "score": mean, "samples": count, "dark": dark})
         axes = [f"{one:g}" for one in lengths], [_depth(one, percent) for one in depths]
         panel = _panel(points, axes, (low, high), name_of(score)[1], index == len(cells) - 1)
         panels.append(panel.properties(title=panel_title(policy)) if policy else panel)
-    counts = {len(one) for own in cells.values() for one in own.values()}
+    counts = {sum(samples for _, samples in one) for own in cells.values() for one in own.values()}
     each = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     note = f"mean of {each} samples a cell" if max(counts) > 1 else ""
     return stacked(panels, heading(f"{name_of(score)[0]} by length and depth", note), "fill")

@@ -134,17 +134,16 @@ def churn(results: Results) -> alt.LayerChart:
         If the recordings have one step only, which has no churn.
     """
     found = results_of(results)
-    lines = {name: _line(result, "churn") for name, result in zip(series_of(found), found, strict=True)}
-    traces = len({result.trace_hash for result in found})
-    raws: dict[bytes, str] = {}
-    for result in found:
+    names = series_of(found)
+    lines = {name: _line(result, "churn") for name, result in zip(names, found, strict=True)}
+    # Results with equal groups and budgets have the same raw sets; where nothing is left out there are none.
+    raws: dict[bytes, tuple[str, Result]] = {}
+    for name, result in zip(names, found, strict=True):
         values = result.outcome.metrics["raw_churn"]
-        if not np.isnan(values).all() and values.tobytes() not in raws:
-            name = "raw top-B" + (f", {result.trace_name}" if traces > 1 else "")
-            if name in lines:
-                name += f", B = {result.budget:.10g}, group={result.plan.groups.kind}"
-            raws[values.tobytes()] = name
-            lines[name] = _line(result, "raw_churn")
+        if not np.isnan(values).all() and result.budget < result.prompt_length + result.num_steps:
+            raws.setdefault(values.tobytes(), (name, result))
+    for name, result in raws.values():
+        lines["raw top-B" if len(raws) == 1 else f"raw top-B of {name}"] = _line(result, "raw_churn")
     if all(np.isnan(values).all() for _, values in lines.values()):
         raise KvsimError("churn compares the sets of two successive steps; there is only one step")
     budgets = {float(result.budget) for result in found if result.mode == "irreversible"}

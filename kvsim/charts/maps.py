@@ -268,7 +268,7 @@ def evictions(results: Results) -> alt.VConcatChart:
             for bin_, pair in enumerate(count.T.tolist())
             for of, sign, value in zip(("prompt", "generated"), (1, -1), pair, strict=True)
             if value
-        ]
+        ] or [{"step": 0, "of": "prompt", "level": 0, "tokens": 0}]
         x_name = None if last else "decode step t"
         panels.append(_bars(rows, size, bins * size, most, x_name).properties(title=panel_title(name)))
     notes = [*notes_of(found), "above: tokens of the prompt; below: generated tokens; step 0: before the first step"]

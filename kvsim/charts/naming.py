@@ -32,6 +32,7 @@ NAMES = {
     "boundary": ("Boundary error", "loss: flips caused by noise"),
     "total": ("Total loss", "loss of local utility"),
     "score": ("Score", "score"),
+    "rouge_l_f": ("ROUGE-L F", "ROUGE-L F"),
     "accuracy": ("Accuracy", "accuracy (share answered right)"),
     "tokens_per_second": ("Throughput", "decode throughput (tokens/s)"),
     "milliseconds": ("Time", "time (ms a token)"),

@@ -153,7 +153,12 @@ def test_churn_stands_beside_raw_churn_and_the_bound(results, shadows):
 
 def test_churn_names_raw_sets_of_other_groups_apart(results):
     drawn = series(charts.churn(results[:1] + results[2:3]), "value")
-    assert list(drawn) == ["ema:0.8", "tova", "raw top-B", "raw top-B, B = 25, group=layer"]
+    assert list(drawn) == ["ema:0.8", "tova", "raw top-B of ema:0.8", "raw top-B of tova"]
+    uneven = kvsim.replay_many(MULTI, ["full", "tova", "pyramidkv:16"])
+    drawn = series(charts.churn(uneven), "value")
+    assert list(drawn)[3:] == ["raw top-B of tova", "raw top-B of pyramidkv:16"]
+    for result, name in zip(uneven[1:], list(drawn)[3:], strict=True):
+        assert drawn[name] == six(result.outcome.metrics["raw_churn"][1:])
 
 
 def test_attended_pairs_count_what_each_step_saw(results):
@@ -270,6 +275,9 @@ def test_evictions_need_evictions(shadows):
         charts.evictions(shadows)
     with pytest.raises(KvsimError, match="nothing was evicted"):
         charts.evictions(kvsim.replay(MULTI, "full"))
+    both = charts.evictions(kvsim.replay_many(MULTI, ["full", "tova"]))
+    checked(both)
+    assert [panel["title"]["text"] for panel in both.to_dict()["vconcat"]] == ["full", "tova"]
 
 
 # --- settings and costs -----------------------------------------------------------------------------------------------
@@ -377,6 +385,9 @@ def test_a_needle_grid_averages_samples():
     assert {row["depth"] for row in drawn} == {"0%", "50%", "100%"}
     assert {row["score"] for row in drawn} == {0.5, 1}
     assert {row["samples"] for row in drawn} == {2}
+    cells = [{"length": 512, "depth": 50, "rouge_l_f": value, "samples": count} for value, count in ((1, 3), (0, 1))]
+    (row,) = checked(charts.needle_grid(cells, "rouge_l_f"))
+    assert (row["score"], row["samples"], row["depth"]) == (0.75, 4, "50%")
 
 
 # --- rankings ---------------------------------------------------------------------------------------------------------
