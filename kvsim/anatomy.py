@@ -104,7 +104,9 @@ class Difference:
         return int((self.parted >= 0).sum())
 
     def worst(self, limit: int | None = None) -> list[Parting]:
-        """Give the partings with the largest mass afterwards, largest first.
+        """Give the partings that made the largest difference, by `Parting.mass_gained`, largest first.
+
+        What both lost soon after the parting made little, however much attention it got later.
 
         Parameters
         ----------
@@ -112,7 +114,7 @@ class Difference:
             How many; all by default.
         """
         groups, positions = np.nonzero(self.parted >= 0)
-        order = np.argsort(-self.mass_after[groups, positions], kind="stable")[:limit]
+        order = np.argsort(-np.abs(self.mass_gained[groups, positions]), kind="stable")[:limit]
         found = []
         for g, i in zip(groups[order].tolist(), positions[order].tolist(), strict=True):
             keeper, until = int(self.keeper[g, i]), int(self.held_until[g, i])

@@ -41,7 +41,7 @@ RECORDINGS = {
     "head means": lambda path: write_trace(path, prompt=PROMPT, capture="scores"),
     "synthetic": lambda path: write_synthetic(Synthetic(prompt=1, steps=1, layers=1, heads=1, noise=0), path),
 }
-BUDGETS = [1, PROMPT, PROMPT + 1, 1000]
+BUDGETS = [1, PROMPT, 1000]
 
 # What a command is called with where its own defaults, and those below for what it requires, will not do.
 CALLS: dict[str, list[list[str]]] = {

@@ -38,13 +38,13 @@ def diff(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say which tokens one policy keeps and another does not, since when, and what later queries give them.
+    """Say which tokens one policy keeps and another does not, since when, and what they get later.
 
-    mass after: attention that the full cache's rows give the token at all steps after the parting, averaged over the
-    group's layers and heads. gained: the part of it that the keeper alone could see; its sum over all tokens is the
-    difference in kept mass, over all steps.
-    Steps are invariant where all the policies retain the same sets; a recording, where all of its steps are.
-    Compare policies with the same group=.
+    mass after: attention that the full cache's rows give the token at all steps after the parting,
+    averaged over the group's layers and heads.
+    gained: the part of it that the keeper alone could see, by which tokens are sorted; its sum over
+    all tokens is the difference in kept mass, over all steps.
+    Steps are equal where all policies retain the same sets. Compare policies with the same group=.
 
     Example: kvsim analyze diff ema:0.8 cumulative --trace traces/samples/smollm2-needle-512
     """
@@ -67,7 +67,7 @@ def diff(
         _print_pairs(one, names)
         for pair in one.pairs:
             if limit and pair.count:
-                _print_partings(pair, names, limit)
+                _print_partings(pair, names, limit, shadow=shadow)
     if len(found) > 1:
         say(f"recordings with all sets equal after every step: {sum(one.invariant for one in found)} of {len(found)}")
     say(f"{'shadow mode: nothing is evicted' if shadow else 'irreversible; open loop'}; {budget_note(chosen)}")
@@ -83,17 +83,18 @@ def _print_pairs(found: Anatomy, names: dict[str, str]) -> None:
     console.print(table, highlight=False)
 
 
-def _print_partings(pair: Difference, names: dict[str, str], limit: int) -> None:
+def _print_partings(pair: Difference, names: dict[str, str], limit: int, *, shadow: bool) -> None:
     table = narrow_table("token")
     several = pair.groups.count > 1
+    columns = ["position", "parted\nat step"] + ["lost by\nboth at"] * (not shadow) + ["mass\nafter", "gained"]
     if several:
         table.add_column("group", no_wrap=True, vertical="bottom")
-    for name in ("position", "parted\nat step", "keeper\nlost it", "mass\nafter", "gained"):
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     table.add_column("kept by", overflow="fold", vertical="bottom")
     for one in pair.worst(limit):
         cells = [one.group] * several + [str(one.position), str(one.parted)]
-        cells += ["-" if one.held_until is None else str(one.held_until)]
+        cells += ["-" if one.held_until is None else str(one.held_until)] * (not shadow)
         cells += [f"{one.mass_after:.4f}", f"{one.mass_gained:.4f}", names[one.kept_by]]
         table.add_row(Text("-" if one.token is None else repr(one.token)), *map(Text, cells))
     console.print(table, highlight=False)

@@ -39,10 +39,10 @@ def floor(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Replay random eviction beside each policy, with equal groups and budget, and mark those that keep less.
+    """Replay random eviction beside each policy, at equal groups and budget; mark those that keep less.
 
-    A draw that happens to keep an attention sink keeps much more than others, so the draws spread widely.
-    percentile: share of the draws that keep less than the policy, those that keep as much counting half.
+    A draw that happens to keep an attention sink keeps much more than others: draws spread widely.
+    percentile: share of the draws that keep less than the policy; as much counts half.
 
     Example: kvsim analyze floor --trace traces/samples/smollm2-needle-512 --policy keydiff --policy streaming:4
     """

@@ -50,11 +50,11 @@ def oracle(
 ) -> None:
     """Put each policy between the offline optimum and random eviction, at equal groups and budget.
 
-    best: the most mass that could be kept with the policy's own groups and budgets. pooled: the same when all groups
-    share their budgets' sum and divide it anew at every step, always as an upper bound; policies that allot budgets
-    to groups cannot beat it.
+    best: the most mass that could be kept with the policy's own groups and budgets.
+    pooled best: the same when all groups share their budgets' sum and divide it anew at every step,
+    always as an upper bound; policies that allot budgets to groups cannot beat it.
     gap: 1 - kept mass / best. Policies that let the cache grow have none.
-    --json also gives kept mass step by step, of the policy and of the optimum's feasible schedule.
+    --json also gives kept mass step by step, of the policy and of the optimum's schedule.
 
     Example: kvsim analyze oracle --trace traces/samples/smollm2-needle-512 --policy ema:0.8,over=step --policy tova
     """
