@@ -57,8 +57,8 @@ def test_order_on_the_samples(sample, group, budget):
 def test_no_division_of_the_budget_beats_the_pooled_optimum(tmp_path, group):
     """Policy <= exact at equal budgets of each group <= exact at their sum <= bound."""
     trace = write_trace(tmp_path / "t", seed=4, steps=16)
-    texts = ["nonuniform/score=knorm", "cumulative", "pyramid:2", "oracle:exact", "adaptive:0/score=knorm"]
-    texts = [f"{text}/group={group}" for text in texts if group == "head" or not text.startswith("adaptive")]
+    texts = ["nonuniform/score=knorm", "cumulative", "pyramid:2", "oracle:exact", "adahead:0/score=knorm"]
+    texts = [f"{text}/group={group}" for text in texts if group == "head" or not text.startswith("adahead")]
     results = kvsim.replay_many(trace, texts, budget=6, shadow_churn=False)
     assert len({tuple(result.plan.budgets) for result in results}) > 1
     best = oracle.optimum(trace, results[0].plan.groups, 6, "exact", pooled=True)
