@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import kvsim
 from kvsim.cli import app
+from kvsim.cli.output import console
 from kvsim.head import HEADS
 from kvsim.spectrum import MEASURES, spectrum
 
@@ -18,8 +19,13 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.fixture(autouse=True)
+def _hundred_columns(monkeypatch):
+    """As wide as the README's tables, whatever the terminal or pytest-xdist (80) says."""
+    monkeypatch.setattr(console, "width", 100)
+
+
 def test_the_first_screen_is_what_make_demo_prints(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
     words = re.search(r"kvsim (replay (?:.|\n)*?)\n\n", (ROOT / "Makefile").read_text())[1].replace("\\\n", " ").split()
     monkeypatch.chdir(ROOT)
     printed = CliRunner().invoke(app, words)
@@ -40,7 +46,6 @@ def test_the_first_screen_is_what_make_demo_prints(monkeypatch):
     ],
 )
 def test_a_table_is_what_the_command_above_it_prints(monkeypatch, command):
-    monkeypatch.setenv("COLUMNS", "100")
     words = re.search(rf"kvsim ({command}(?:.|\n)*?)\n```", README)[1].replace("\\\n", " ").split()
     monkeypatch.chdir(ROOT)
     printed = CliRunner().invoke(app, words)
