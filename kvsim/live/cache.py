@@ -1,7 +1,8 @@
 """A transformers cache that runs a policy: the plain form, one decode step at a time."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any
 
@@ -150,11 +151,21 @@ class KVSimCache(Cache):  # type: ignore[misc]
         self._rows: list[torch.Tensor | None] = []
         self._visible: list[Any] = []
 
-    def attached(self, model: Any) -> AbstractContextManager[None]:
-        """Give a context in which the model's attention asks this cache."""
-        self._prefill = PrefillWatcher(model.config.get_text_config(decoder=True))
+    @contextmanager
+    def attached(self, model: Any) -> Iterator[None]:
+        """Have the model's attention ask this cache inside the block.
+
+        Raises
+        ------
+        KvsimError
+            If the model has layers that are not standard attention, or asked nothing.
+        """
+        self._prefill = PrefillWatcher(model)
         self._config = config_of(model)
-        return watched(model, self)
+        with watched(model, self):
+            yield
+        if not self.sequences and not self._prefill.calls and self.get_seq_length():
+            self._prefill.layers(0, 0, self.eligible)
 
     def begin(self, prefixes: Items[Prefix]) -> None:
         """Start after prefills that have been run already, one for each row of the batch."""
@@ -173,11 +184,14 @@ class KVSimCache(Cache):  # type: ignore[misc]
                 self.layers.append(LiveLayer())
             self.layers[index] = layer
         self._seat(list(prefixes), [width - prefix.length for prefix in prefixes])
+        if self.physical:
+            self._compact()
 
     def attend(self, call: Call) -> torch.Tensor | None:
         """See `kvsim.live.attention.Watcher`."""
         if not self.sequences:
-            assert self._prefill is not None
+            if self._prefill is None:
+                raise KvsimError("the prefill failed; start again with a new cache")
             if not self._prefill.calls or call.layer > self._prefill.calls[-1][0].layer:
                 self._prefill.attend(call)
                 return None
@@ -190,7 +204,9 @@ class KVSimCache(Cache):  # type: ignore[misc]
             ]
         ordinal = len(self._calls)
         own = self._layers[ordinal]
-        seen = self._seen(own, call)
+        if self.layers[own.index].columns.shape[2] != call.key.shape[2]:
+            raise KvsimError(f"model: layer {own.index} attends to keys of another layer; every layer needs its own")
+        seen = self._seen(own, self.layers[own.index].seen - 1).unsqueeze(2)
         visible = seen
         eligible = own.info.eligible
         if eligible:
@@ -205,7 +221,7 @@ class KVSimCache(Cache):  # type: ignore[misc]
     def _end_prefill(self) -> None:
         assert self._prefill is not None
         first = self._prefill.calls[0][0]
-        starts = _starts(first)
+        starts = left_padding(first.mask, first.query.shape[0], first.query.shape[2])
         prefixes = [
             Prefix(
                 [0] * (first.query.shape[2] - start),
@@ -230,21 +246,17 @@ class KVSimCache(Cache):  # type: ignore[misc]
             for policy, prefix in zip(self.policies, prefixes, strict=True)
         ]
         self.over = [False] * len(prefixes)
-        if self.physical:
-            self._compact()
 
-    def _seen(self, own: PrefixLayer, call: Call) -> torch.Tensor:
-        """Mark what a layer's newest query could see in a full cache, [batch, Hk, 1, n]."""
+    def _seen(self, own: PrefixLayer, query: int) -> torch.Tensor:
+        """Mark what the query of a column could see of a layer in a full cache, [batch, Hk, n]."""
         columns = self.layers[own.index].columns
-        last = self.layers[own.index].seen - 1
         starts = torch.tensor(self._starts, device=columns.device).view(-1, 1, 1)
         seen = columns >= starts
         window = own.info.sliding_window
         if window is not None and own.info.type == "chunked_attention":
-            seen = seen & (torch.div(columns - starts, window, rounding_mode="floor") == (last - starts) // window)
-        elif window is not None:
-            seen = seen & (columns > last - window)
-        return seen.unsqueeze(2)
+            chunk = torch.div(columns - starts, window, rounding_mode="floor")
+            return seen & (chunk == (query - starts) // window)
+        return seen if window is None else seen & (columns > query - window)
 
     def _marks(self, ordinal: int, call: Call) -> torch.Tensor:
         """Mark what an eligible layer's policies leave visible, [batch, Hk, 1, n]."""
@@ -289,17 +301,21 @@ class KVSimCache(Cache):  # type: ignore[misc]
 
     def _compact(self) -> None:
         """Remove what no query will see again."""
-        eligible = [own for own in self._layers if own.info.eligible]
         sets = [one.retained_per_head() for one in self.sequences]
-        for place, own in enumerate(eligible):
+        place = 0
+        for own in self._layers:
             layer = self.layers[own.index]
-            keep = np.zeros((len(sets), layer.columns.shape[1], layer.seen), dtype=np.bool_)
-            for row, retained in enumerate(sets):
-                start = self._starts[row]
-                length = layer.seen - start
-                keep[row, :, start:] = retained[place][:, :length] if not self.over[row] else True
-            found = torch.from_numpy(keep).to(layer.columns.device)
-            layer.remove(found.gather(2, layer.columns.clamp(min=0)))
+            if own.info.eligible:
+                keep = np.ones((len(sets), layer.columns.shape[1], layer.seen), dtype=np.bool_)
+                for row, (retained, start) in enumerate(zip(sets, self._starts, strict=True)):
+                    if not self.over[row]:
+                        keep[row, :, :start] = False
+                        keep[row, :, start:] = retained[place][:, : layer.seen - start]
+                found = torch.from_numpy(keep).to(layer.columns.device)
+                layer.remove(found.gather(2, layer.columns.clamp(min=0)))
+                place += 1
+            elif own.info.sliding_window is not None:
+                layer.remove(self._seen(own, layer.seen))
 
     @property
     def physical_bytes(self) -> int:
@@ -307,13 +323,27 @@ class KVSimCache(Cache):  # type: ignore[misc]
         return sum(layer.nbytes for layer in self.layers if layer.is_initialized)
 
 
-def _starts(call: Call) -> list[int]:
-    """Give each row's first column that is not padding, from the prefill's mask."""
-    batch, length = call.query.shape[0], call.query.shape[2]
-    if call.mask is None or call.mask.ndim != 4:
+def left_padding(mask: torch.Tensor | None, batch: int, length: int) -> list[int]:
+    """Give each row's first column that is not padding, from what a layer's prefill was called with.
+
+    Parameters
+    ----------
+    mask : Tensor or None
+        [batch, length] as flash attention takes it, or [batch, 1, length, length], boolean or additive; None for no
+        padding. A token that is no padding sees itself, also in a sliding window.
+    batch, length : int
+        Of the prefill.
+
+    Raises
+    ------
+    KvsimError
+        If padding follows a token.
+    """
+    if mask is None:
         return [0] * batch
-    last = call.mask[:, 0, -1, :length]
-    allowed = last if last.dtype == torch.bool else last == 0
-    if call.sliding_window is not None and length > call.sliding_window:
-        raise KvsimError("padding cannot be told from a sliding window's mask; decode with kvsim.live.decode")
-    return [int(row.to(torch.uint8).argmax()) for row in allowed.expand(batch, -1)]
+    own = mask[:, 0].diagonal(dim1=-2, dim2=-1) if mask.ndim == 4 else mask
+    tokens = own == 0 if mask.ndim == 4 and mask.is_floating_point() else own != 0
+    tokens = tokens.expand(batch, -1)
+    if bool((tokens[:, :-1] & ~tokens[:, 1:]).any()):
+        raise KvsimError("a prompt is padded on the right; set the tokenizer's padding_side to 'left'")
+    return [int(start) for start in length - tokens.sum(dim=1)]

@@ -1,5 +1,6 @@
 """Token-by-token decoding of a model under policies: the reference for everything faster."""
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -113,10 +114,13 @@ def decode(
     Raises
     ------
     KvsimError
-        On a policy that needs the future, forced tokens outside the vocabulary, or lists of unequal length.
+        On a policy that needs the future, forced tokens outside the vocabulary, lists of unequal length, or a number
+        out of range.
     """
     if len(prefixes) != len(policies) or not prefixes:
         raise KvsimError(f"{len(prefixes)} prompts for {len(policies)} policies; give one policy for each prompt")
+    if not 0 <= temperature < math.inf:
+        raise KvsimError(f"temperature must be finite and at least 0, got {temperature}")
     forced = None if force is None else check_forced(force, model)
     steps = steps if forced is None else min(steps, len(forced))
     cache = KVSimCache(

@@ -95,8 +95,8 @@ class Prefix:
 class PrefillWatcher:
     """Keeps what the prefill's attention is called with, and lets the model's own attention run."""
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    def __init__(self, model: Any) -> None:
+        self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.calls: list[tuple[Call, LayerInfo]] = []
 
     def attend(self, call: Call) -> None:
@@ -112,7 +112,14 @@ class PrefillWatcher:
         self.calls.append((call, info))
 
     def layers(self, row: int, start: int, eligible: str | tuple[int, ...]) -> list[PrefixLayer]:
-        """Give one batch row's layers, without its first `start` columns."""
+        """Give one batch row's layers, without its first `start` columns.
+
+        Raises
+        ------
+        KvsimError
+            If some of the model's layers are not standard attention, or not like the others.
+        """
+        self._accept()
         flags = eligible_flags(eligible, [info for _, info in self.calls])
         return [
             PrefixLayer(
@@ -125,6 +132,21 @@ class PrefillWatcher:
             )
             for (call, info), flag in zip(self.calls, flags, strict=True)
         ]
+
+    def _accept(self) -> None:
+        kind, count = type(self.model).__name__, self.config.num_hidden_layers
+        if not self.calls:
+            raise KvsimError(
+                f"model: {kind} has no attention hooks: none of its layers calls transformers' AttentionInterface"
+            )
+        if [call.layer for call, _ in self.calls] != list(range(count)):
+            raise KvsimError(
+                f"model: only {len(self.calls)} of the {count} layers of {kind} are standard attention; live decoding "
+                "needs all of them to be"
+            )
+        shapes = {(call.query.shape[1], *call.key.shape[1::2], call.value.shape[-1]) for call, _ in self.calls}
+        if len(shapes) != 1:
+            raise KvsimError(f"model: the layers of {kind} differ in heads or head dimension {sorted(shapes)}")
 
 
 def prefill(
@@ -154,7 +176,7 @@ def prefill(
     for token in tokens:
         if not 0 <= token < vocabulary:
             raise KvsimError(f"prompt: token {token} is outside the vocabulary of {vocabulary}")
-    watcher = PrefillWatcher(model.config.get_text_config(decoder=True))
+    watcher = PrefillWatcher(model)
     last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     device = model.get_input_embeddings().weight.device
     with torch.inference_mode(), watched(model, watcher):

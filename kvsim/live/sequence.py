@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from kvsim_traces.manifest import LayerInfo
 
 from kvsim.engines.reference import run as replay_reference
 from kvsim.engines.stepper import Step, Stepper
@@ -80,9 +81,8 @@ class Sequence:
         return self.last
 
     def held_bytes(self, element: int) -> int:
-        """Bytes of the keys and values retained, `element` bytes a number; sliding layers hold their window."""
-        kept = int(self.retained_per_head().sum())
-        return self._bytes(kept, element)
+        """Bytes of the keys and values retained, `element` bytes a number; windowed layers hold what is still seen."""
+        return self._bytes(int(self.retained_per_head().sum()), element)
 
     def full_bytes(self, element: int) -> int:
         """Bytes of a full cache at this point."""
@@ -90,10 +90,9 @@ class Sequence:
         return self._bytes(len(groups.layers) * groups.num_kv_heads * (self.prefix.length + self.done), element)
 
     def _bytes(self, slots: int, element: int) -> int:
-        first = self.prefix.layers[0]
-        position = self.prefix.length + self.done
-        others = [layer.info for layer in self.prefix.layers if not layer.info.eligible]
-        slots += sum(min(info.sliding_window or position, position) for info in others) * first.keys.shape[0]
+        first, position = self.prefix.layers[0], self.prefix.length + self.done
+        held = sum(_seen_again(layer.info, position) for layer in self.prefix.layers if not layer.info.eligible)
+        slots += held * first.keys.shape[0]
         return int(slots * (first.keys.shape[-1] + first.values.shape[-1]) * element)
 
     def result(self, loop: str) -> Result:
@@ -148,6 +147,15 @@ def reads_vectors(plan: Plan) -> bool:
     """Whether a plan's scores depend on keys, values or queries."""
     score = plan.score
     return score.kind != "attention" or score.weight is not None or score.redundancy is not None
+
+
+def _seen_again(info: LayerInfo, position: int) -> int:
+    """Count the positions before `position` that the query there can see in a full cache."""
+    if info.sliding_window is None:
+        return position
+    return (
+        position % info.sliding_window if info.type == "chunked_attention" else min(info.sliding_window - 1, position)
+    )
 
 
 def per_head(plan: Plan, sets: BoolArray) -> BoolArray:

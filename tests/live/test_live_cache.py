@@ -10,6 +10,7 @@ from kvsim.live import KVSimCache, decode, prefill
 from kvsim.live.cache import left_padding
 from kvsim.live.prefix import cache_argument
 
+L0 = len(PROMPT)
 STEPS = 8
 BUDGET = 7
 PROMPTS = [PROMPT, PROMPT[4:17], PROMPT[:9] + PROMPT[2:14]]
@@ -70,7 +71,6 @@ def test_rows_that_end_leave_the_others_alone(llama, physical):
         length = before.tokens.index(stop) + 1 if stop in before.tokens else STEPS
         assert after.tokens == before.tokens[:length]
         assert after.evicted_at.shape[1] == before.evicted_at.shape[1] - STEPS + length
-        assert (after.evicted_at == torch.where_(before, length) if False else True)
     assert len(ended[0].tokens) == 3
     if not physical:
         for run in ended:
@@ -136,7 +136,7 @@ def test_generate_with_left_padding_writes_what_decode_writes(name, physical):
     for row, (run, sequence) in enumerate(zip(runs, cache.sequences, strict=True)):
         assert found[row, -STEPS:].tolist() == run.tokens
         # generate does not feed the last token that it chooses
-        ours, theirs = sequence.evicted_at[:, : -1], run.evicted_at[:, : -1]
+        ours, theirs = sequence.evicted_at[:, :-1], run.evicted_at[:, :-1]
         assert (ours == theirs * (theirs < STEPS) - (theirs == STEPS)).all()
     assert model.config._attn_implementation == ("eager" if name == "gpt-oss" else "sdpa")
 
@@ -153,12 +153,23 @@ def test_one_policy_serves_a_whole_batch(llama):
 
 def test_padding_is_read_from_every_kind_of_mask():
     mask = padded(PROMPTS)["attention_mask"]
-    starts = [0, 8, 0]
-    four = mask[:, None, None, :].bool().expand(-1, 1, 21, -1)
+    four = torch.ones(21, 21).tril().bool() & mask[:, None, None, :].bool()
+    sliding = four & torch.ones(21, 21).triu(-4).bool()
     additive = torch.zeros(four.shape).masked_fill(~four, torch.finfo(torch.float32).min)
-    for given in (mask, mask.bool(), four, additive):
-        assert left_padding(given, 3, 21) == starts
+    for given in (mask, mask.bool(), four, sliding, additive):
+        assert left_padding(given, 3, 21) == [0, 8, 0]
+    assert left_padding(four[:1], 3, 21) == [0, 0, 0]
     assert left_padding(None, 3, 21) == [0, 0, 0]
+
+
+def test_padding_on_the_right_is_refused(llama):
+    ids, mask = torch.tensor([[*PROMPT, 0, 0]]), torch.tensor([[1] * L0 + [0, 0]])
+    cache = KVSimCache("ema:0.8", steps=STEPS)
+    name = cache_argument(llama)
+    with torch.inference_mode(), cache.attached(llama):
+        llama(ids, attention_mask=mask, use_cache=True, **{name: cache})
+        with pytest.raises(KvsimError, match="padded on the right"):
+            llama(ids[:, :1], use_cache=True, **{name: cache})
 
 
 # What is refused
@@ -254,3 +265,9 @@ def test_models_without_attention_hooks():
     model = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=2)).eval()
     with pytest.raises(KvsimError, match="BloomForCausalLM has no attention hooks"):
         prefill(model, PROMPT)
+
+
+def test_generation_without_attention_hooks_does_not_pass_for_a_policy():
+    model = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=2)).eval()
+    with pytest.raises(KvsimError, match="no attention hooks"):
+        generate(model, KVSimCache("ema:0.8", steps=STEPS), max_new_tokens=3, do_sample=False, pad_token_id=0)

@@ -1,9 +1,9 @@
-"""Token-by-token decoding under a policy, against eager transformers with explicit masks and policies in plain lists."""
+"""Decoding under a policy, against eager transformers with explicit masks and policies in plain lists."""
 
 import pytest
 import torch
 from living import ListPolicy, Schedule, eager_live
-from recording import MODELS, PROMPT, VOCAB, tiny
+from recording import MODELS, PROMPT, VOCAB, WINDOW, tiny
 
 import kvsim
 from kvsim.errors import KvsimError
@@ -190,3 +190,20 @@ def test_removing_keys_changes_nothing_but_memory(llama, prefix, policy):
         assert removed.physical_bytes == removed.logical_bytes
     with pytest.raises(KvsimError, match="decode without removing keys"):
         removed.result()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "llama4"])
+def test_windowed_layers_hold_what_is_still_seen(name):
+    model = model_of(name)
+    prefix = prefill(model, PROMPT)
+    options = {"steps": STEPS, "force": FORCED, "budget": BUDGET, "keep_logits": True}
+    (masked,) = decode(model, [prefix], ["ema:0.8"], **options)
+    (removed,) = decode(model, [prefix], ["ema:0.8"], physical=True, **options)
+    assert close(removed.logits, masked.logits)
+    assert (removed.evicted_at == masked.evicted_at).all()
+    full = sum(layer.info.eligible for layer in prefix.layers)
+    windowed = len(prefix.layers) - full
+    seen_again = (L0 + STEPS) % WINDOW if name == "llama4" else WINDOW - 1
+    a_slot = 2 * 2 * 16 * 4
+    assert removed.physical_bytes == removed.logical_bytes == a_slot * (full * BUDGET + windowed * seen_again)
+    assert removed.full_bytes == a_slot * (full * (L0 + STEPS) + windowed * seen_again)
