@@ -111,10 +111,10 @@ def masked_attention(
     ----------
     call : Call
         Queries, keys, values; logits are taken in float32 (float64 for a float64 model).
-    visible : Tensor [batch, Hk or 1, q or 1, n]
+    visible : Tensor [batch or 1, Hk or 1, q or 1, n]
         Boolean: what each KV head's queries may see.
     seen : Tensor, as `visible`
-        Boolean: what they could see in a full cache.
+        Boolean: what they could see in a full cache, `visible` included.
     rows : bool
         Whether to compute the rows.
 
@@ -123,29 +123,28 @@ def masked_attention(
     output : Tensor [batch, q, H, d]
         In the queries' type.
     rows : Tensor [batch, H, q, n] float32, or None
-        Softmax over `seen`, computed in float64; a sink takes its share.
+        Softmax over `seen`; a sink takes its share.
     """
     query, key, value = call.query, call.key, call.value
     batch, heads, length, dim = query.shape
     group = heads // key.shape[1]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     grouped = query.reshape(batch, key.shape[1], group * length, dim)
-    logits = (grouped.to(wide) @ key.to(wide).transpose(2, 3)).view(batch, key.shape[1], group, length, -1)
-    logits = logits * call.scaling
+    logits = grouped.to(wide) @ key.to(wide).transpose(2, 3)
+    logits = logits.view(batch, key.shape[1], group, length, -1).mul_(call.scaling)
     if call.softcap is not None:
-        logits = call.softcap * torch.tanh(logits / call.softcap)
-    weights = _softmax(logits, visible, call.sink_logits)
+        logits = logits.div_(call.softcap).tanh_().mul_(call.softcap)
+    full = None
+    if rows:
+        logits = logits.masked_fill_(~seen.unsqueeze(2), -torch.inf)
+        full = _softmax(logits, call.sink_logits).float().view(batch, heads, length, -1)
+    weights = _softmax(logits.masked_fill_(~visible.unsqueeze(2), -torch.inf), call.sink_logits)
     output = weights.to(value.dtype).reshape(batch, key.shape[1], group * length, -1) @ value
-    output = output.view(batch, heads, length, -1).transpose(1, 2)
-    if not rows:
-        return output, None
-    full = _softmax(logits.double(), seen, call.sink_logits).float()
-    return output, full.view(batch, heads, length, -1)
+    return output.view(batch, heads, length, -1).transpose(1, 2), full
 
 
-def _softmax(logits: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax of [batch, Hk, group, q, n] where the mask [batch, Hk or 1, q or 1, n] allows."""
-    logits = logits.masked_fill(~mask.unsqueeze(2), -torch.inf)
+def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax of [batch, Hk, group, q, n]; a sink takes its share."""
     if sinks is None:
         return torch.softmax(logits, dim=-1)
     batch, kv_heads, group, length, _ = logits.shape

@@ -12,8 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvsim.errors import KvsimError
 from kvsim.live.attention import Call, masked_attention, watched
-from kvsim.live.prefix import PrefillWatcher, Prefix, PrefixLayer, config_of
-from kvsim.live.run_trace import to_numpy
+from kvsim.live.prefix import PrefillWatcher, Prefix, PrefixLayer, config_of, to_numpy
 from kvsim.live.sequence import Sequence
 from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget

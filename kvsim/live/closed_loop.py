@@ -1,10 +1,10 @@
 """Closed-loop replay: a fixed point over masked passes, with a certificate.
 
 A replay holds the recorded queries fixed; a model whose cache was cut would have asked differently. Here the model runs
-once over all recorded tokens in parallel, under a mask in which step t sees exactly V_t; the policy is replayed on the
-queries and keys of that pass; and so on until no mask changes. Step t's set depends on earlier steps only, so each pass
-makes at least one more step exact, and a pass that changes nothing proves that the sets are those of token-by-token
-decoding of these tokens.
+over all recorded tokens in parallel, under a mask in which step t sees exactly V_t; the policy is replayed on the
+queries and keys of that pass; and so on until no mask changes. Step t's set depends on earlier steps only, so the steps
+before the first that changed are final, each pass makes at least one more step so, and a pass that changes nothing
+proves that the sets are those of token-by-token decoding of these tokens. Steps that are final are not run again.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from kvsim_traces import CaptureError, Trace
-from transformers.cache_utils import Cache, CacheLayerMixin
+from kvsim_traces import CaptureError
 
+from kvsim.engines import get_engine
 from kvsim.errors import KvsimError, PolicyError
-from kvsim.live.attention import Call, masked_attention, watched
 from kvsim.live.decode import check_forced
-from kvsim.live.prefix import Prefix, PrefixLayer, cache_argument, recorded_tokens
-from kvsim.live.run_trace import RunTrace, to_numpy
-from kvsim.live.sequence import Sequence, per_head
+from kvsim.live.masked_pass import NEVER, Lane, masked_pass
+from kvsim.live.prefix import Prefix
+from kvsim.live.run_trace import RunTrace
+from kvsim.live.sequence import Sequence, live_policy, per_head
+from kvsim.plan import Plan
 from kvsim.policy import Policy, parse
-from kvsim.replay import choose_budget, replay
+from kvsim.replay import choose_budget, replay_many
 from kvsim.result import Result
 
 __all__ = ["ClosedLoop", "Pass", "closed_loop"]
@@ -34,7 +34,7 @@ __all__ = ["ClosedLoop", "Pass", "closed_loop"]
 BATCH = 8
 """Policies in one pass, by default; a pass holds their rows of all steps."""
 
-BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Pass:
     exact_steps : int
         Steps before the first of them: these are final.
     jaccard : float
-        Of the retained sets with those of the pass before, averaged over steps and groups.
+        Of the visible sets with those the pass ran under, averaged over steps and groups.
     """
 
     changed: int
@@ -128,7 +128,7 @@ def closed_loop(
     compression_ratio, budget
         As for `kvsim.replay`.
     max_passes : int, optional
-        Stop after so many passes, T + 1 by default: T are enough to be exact, and one more to prove it.
+        Stop after so many passes; by default after T, which are enough to be exact and to prove it.
     batch : int
         The most policies in one pass.
     progress : callable, optional
@@ -142,90 +142,81 @@ def closed_loop(
     Raises
     ------
     KvsimError
-        On a policy that needs the future, a token outside the vocabulary, or a number of passes below 1.
+        On a policy that needs the future, a token outside the vocabulary, or a number below 1.
     """
     forced = check_forced(tokens, model)
-    if max_passes is not None and max_passes < 1:
-        raise KvsimError(f"max_passes must be at least 1, got {max_passes}")
-    most = len(forced) + 1 if max_passes is None else max_passes
+    for name, number in (("max_passes", max_passes), ("batch", batch)):
+        if number is not None and number < 1:
+            raise KvsimError(f"{name} must be at least 1, got {number}")
+    most = len(forced) if max_passes is None else max_passes
     chosen = choose_budget(compression_ratio, budget)
     parsed = [(parse(one) if isinstance(one, str) else one).with_budget(chosen) for one in policies]
-    runs = [_Run(policy, prefix, forced, _open_loop(prefix.trace, policy, forced)) for policy in parsed]
-    waiting = list(runs)
-    active: list[_Run] = []
+    runs = [_Run(live_policy(policy), prefix, forced) for policy in parsed]
+    waiting, active = list(runs), list[_Run]()
     while waiting or active:
         # A policy that is done makes room for the next one, so that passes stay full.
-        while waiting and len(active) < max(1, batch):
+        while waiting and len(active) < batch:
             active.append(waiting.pop(0))
-        _pass(model, prefix, forced, active)
+        masked_pass(model, [run.lane for run in active])
+        for run in active:
+            run.replay()
         active = [run for run in active if not run.exact and len(run.passes) < most]
         if progress is not None:
             progress(len(runs) - len(waiting) - len(active), len(runs))
     return [run.finished() for run in runs]
 
 
-def _open_loop(source: Trace | None, policy: Policy, forced: list[int]) -> Result | None:
-    """Replay a policy on the recording of these tokens, if there is one that holds what the policy reads."""
-    if source is None or recorded_tokens(source)[source.prompt_length :] != forced:
-        return None
-    try:
-        return replay(source, policy, shadow_churn=False)
-    except (PolicyError, CaptureError):
-        return None
-
-
 class _Run:
     """A policy on its way to the fixed point."""
 
-    def __init__(self, policy: Policy, prefix: Prefix, forced: list[int], start: Result | None) -> None:
+    def __init__(self, policy: Policy, prefix: Prefix, forced: list[int]) -> None:
         self.policy, self.prefix, self.forced = policy, prefix, forced
-        self.sequence = Sequence(policy, prefix, len(forced))
+        self.lane = Lane(prefix, forced)
         self.passes: list[Pass] = []
         self.exact = False
-        length = prefix.length + len(forced)
-        causal = np.arange(length) <= prefix.length + np.arange(len(forced))[:, None]
-        groups = self.sequence.plan.groups
-        shape = len(groups.layers), groups.num_kv_heads
-        self.masks: BoolArray = np.broadcast_to(causal[:, None, None], (len(forced), *shape, length))
-        self.retained: BoolArray = np.broadcast_to(causal[:, None], (len(forced), groups.count, length))
-        if start is not None:
-            self._start(start.evicted_at)
+        self._sequence: Sequence | None = None
+        self._engine = get_engine("cpu")
+        # What goes before the first step is known: the first step is exact from the start.
+        first = Sequence(policy, prefix, len(forced))
+        open_loop = _open_loop(prefix, policy, forced)
+        start = first.evicted_at if open_loop is None else open_loop
+        start = np.where(first.evicted_at == 0, 0, np.where(start == 0, -1, start))
+        self._under(first.plan, start)
 
-    def _start(self, evicted_at: npt.NDArray[np.int32]) -> None:
-        steps = np.arange(1, len(self.forced) + 1)[:, None, None]
-        gone = (evicted_at >= 0) & (evicted_at < steps)
-        visible = self.retained & ~gone
-        self.retained = self.retained & ~((evicted_at >= 0) & (evicted_at <= steps))
-        plan = self.sequence.plan
-        self.masks = np.stack([per_head(plan, one) for one in visible])
+    def _under(self, plan: Plan, evicted_at: IntArray) -> None:
+        """Set what the next pass runs under."""
+        self.evicted_at = evicted_at
+        self.lane.gone = per_head(plan, _gone(evicted_at))
 
-    def replay(self, rows: list[Any], queries: list[Any], keys: list[Any], values: list[Any]) -> None:
-        """Replay the policy on what a pass saw: one array for each layer, [H, T, n], [H, T, d], [Hk, T, d]."""
-        prompt, steps = self.prefix.length, len(self.forced)
-        sequence = Sequence(self.policy, self.prefix, steps)
-        masks, retained = [], []
-        for t in range(1, steps + 1):
-            own = np.zeros_like(self.masks[0])
-            own[..., : prompt + t] = sequence.visible()
-            masks.append(own)
-            sequence.advance(
-                self.forced[t - 1],
-                np.stack([layer[:, t - 1, : prompt + t] for layer in rows]),
-                np.stack([layer[:, t - 1] for layer in queries]),
-                np.stack([layer[:, t - 1] for layer in keys]),
-                np.stack([layer[:, t - 1] for layer in values]),
-            )
-            retained.append(sequence.retained.copy())
-        now, sets = np.stack(masks), np.stack(retained)
-        same = (now == self.masks).reshape(steps, -1).all(axis=1)
-        overlap = (sets & self.retained).sum(axis=-1) / (sets | self.retained).sum(axis=-1)
-        changed = int((~same).sum())
-        self.passes.append(Pass(changed, steps if not changed else int(same.argmin()), float(overlap.mean())))
-        self.sequence, self.masks, self.retained, self.exact = sequence, now, sets, changed == 0
+    def replay(self) -> None:
+        """Replay the policy on what a pass saw."""
+        trace = self.lane.trace()
+        plan = self.policy.plan(trace)
+        (outcome,) = self._engine(trace, [plan], raw=False)
+        assert outcome.evicted_at is not None
+        now = outcome.evicted_at
+        changed = _changed_steps(self.evicted_at, now, len(self.forced))
+        if not changed.any():
+            # The certificate is live decoding's own code, whose plan knows no more than each step did.
+            self._sequence = self._decode()
+            now = self._sequence.evicted_at
+            changed = _changed_steps(self.evicted_at, now, len(self.forced))
+        overlap = _jaccard(self.evicted_at, now, self.prefix.length)
+        self.lane.final = int(changed.argmax()) if changed.any() else len(self.forced)
+        self.exact = not changed.any()
+        self.passes.append(Pass(int(changed.sum()), self.lane.final, overlap))
+        self._under(plan, now)
+
+    def _decode(self) -> Sequence:
+        """Run the policy as live decoding does, on what the last pass saw."""
+        sequence = Sequence(self.policy, self.prefix, len(self.forced))
+        for step in self.lane.steps():
+            sequence.advance(*step)
+        return sequence
 
     def finished(self) -> ClosedLoop:
         """Give the outcome."""
-        sequence = self.sequence
+        sequence = self._sequence or self._decode()
         return ClosedLoop(
             policy=str(self.policy),
             passes=self.passes,
@@ -237,104 +228,39 @@ class _Run:
         )
 
 
-def _pass(model: Any, prefix: Prefix, forced: list[int], runs: list[_Run]) -> None:
-    """Run the model once over all tokens for every run, each under its own masks, and replay."""
-    device = model.get_input_embeddings().weight.device
-    watcher = _PassWatcher(prefix, np.stack([run.masks for run in runs]), device)
-    positions = torch.arange(prefix.length, prefix.length + len(forced), device=device)
-    with torch.inference_mode(), watched(model, watcher):
-        model(
-            input_ids=torch.tensor([forced], device=device).expand(len(runs), -1),
-            position_ids=positions.expand(len(runs), -1),
-            use_cache=True,
-            **{cache_argument(model): _PassCache(prefix)},
-        )
-    for row, run in enumerate(runs):
-        run.replay(*([part[row] for part in column] for column in watcher.seen()))
+def _open_loop(prefix: Prefix, policy: Policy, forced: list[int]) -> IntArray | None:
+    """Replay a policy on the recording of these tokens, if there is one that holds what the policy reads."""
+    source = prefix.recording_of([*prefix.tokens, *forced])
+    if source is None or source.capture == "scores":
+        return None
+    try:
+        (result,) = replay_many(source, [policy], shadow_churn=False, raw=False)
+    except (PolicyError, CaptureError):
+        return None
+    return result.evicted_at
 
 
-class _PassWatcher:
-    """Answers the attention calls of one pass, and keeps what they were."""
-
-    def __init__(self, prefix: Prefix, masks: BoolArray, device: torch.device) -> None:
-        # [runs, T, K, Hk, n] to [K, runs, Hk, T, n]
-        self._masks = torch.from_numpy(np.ascontiguousarray(masks.transpose(2, 0, 3, 1, 4))).to(device)
-        self._prefix, self._place = prefix, {layer: place for place, layer in enumerate(prefix.eligible)}
-        self._columns: tuple[list[Any], ...] = ([], [], [], [])
-
-    def attend(self, call: Call) -> torch.Tensor:
-        """See `kvsim.live.attention.Watcher`."""
-        ordinal = len(self._columns[0])
-        layer = self._prefix.layers[ordinal]
-        seen = _causal(layer, self._prefix.length, call)
-        visible = seen
-        if ordinal in self._place:
-            visible = seen & self._masks[self._place[ordinal]]
-        output, rows = masked_attention(call, visible, seen, rows=True)
-        assert rows is not None
-        prompt = self._prefix.length
-        for column, part in zip(
-            self._columns, (rows, call.query, call.key[:, :, prompt:], call.value[:, :, prompt:]), strict=True
-        ):
-            column.append(to_numpy(part))
-        return output
-
-    def seen(self) -> tuple[list[Any], ...]:
-        """Give rows [runs, H, T, n], queries [runs, H, T, d], new keys and values [runs, Hk, T, d] of each layer."""
-        return self._columns
+def _gone(evicted_at: IntArray) -> IntArray:
+    """Give the last step that sees each position, `NEVER` for one that is never evicted."""
+    return np.where(evicted_at < 0, NEVER, evicted_at)
 
 
-def _causal(layer: PrefixLayer, prompt: int, call: Call) -> torch.Tensor:
-    """Mark what each query of a pass could see in a full cache, [1, 1, T, n]."""
-    length, total = call.query.shape[2], call.key.shape[2]
-    columns = torch.arange(total, device=call.key.device)
-    own = torch.arange(prompt, prompt + length, device=call.key.device)[:, None]
-    seen = columns <= own
-    window = layer.info.sliding_window
-    if window is not None and layer.info.type == "chunked_attention":
-        seen = seen & (columns // window == own // window)
-    elif window is not None:
-        seen = seen & (columns > own - window)
-    return seen[None, None]
+def _changed_steps(before: IntArray, now: IntArray, steps: int) -> npt.NDArray[np.bool_]:
+    """Mark the steps whose visible sets differ, [T]: those after the earlier and up to the later end of a position."""
+    differ = before != now
+    ends = np.minimum(np.stack([_gone(before)[differ], _gone(now)[differ]]), steps)
+    marks = np.zeros(steps + 1, np.int64)
+    np.add.at(marks, ends.min(axis=0), 1)
+    np.add.at(marks, ends.max(axis=0), -1)
+    changed: npt.NDArray[np.bool_] = marks.cumsum()[:steps] > 0
+    return changed
 
 
-class _PassLayer(CacheLayerMixin):  # type: ignore[misc]
-    """The prompt's keys and values in front of a pass's own, which nobody keeps."""
-
-    is_sliding = False
-
-    def __init__(self, layer: PrefixLayer) -> None:
-        super().__init__()
-        self.keys, self.values = layer.keys, layer.values
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """See `CacheLayerMixin`; the keys are there from the start."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Give the prompt's with the new ones behind them."""
-        batch = key_states.shape[0]
-        keys, values = (part.expand(batch, -1, -1, -1) for part in (self.keys, self.values))
-        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """See `CacheLayerMixin`."""
-        return self.keys.shape[1] + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """L0."""
-        return int(self.keys.shape[1])
-
-    def get_max_length(self) -> int:
-        """See `CacheLayerMixin`; there is none."""
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-
-class _PassCache(Cache):  # type: ignore[misc]
-    def __init__(self, prefix: Prefix) -> None:
-        by_index = {layer.index: layer for layer in prefix.layers}
-        # A model layer without attention is never asked.
-        spare = prefix.layers[0]
-        super().__init__(layers=[_PassLayer(by_index.get(i, spare)) for i in range(max(by_index) + 1)])
+def _jaccard(before: IntArray, now: IntArray, prompt: int) -> float:
+    """Average the Jaccard of the visible sets over steps and groups."""
+    one, other = _gone(before), _gone(now)
+    shares = []
+    for t in range(1, one.shape[1] - prompt + 1):
+        a, b = (gone[:, : prompt + t] >= t for gone in (one, other))
+        shares.append((a & b).sum(axis=1) / (a | b).sum(axis=1))
+    return float(np.mean(shares))

@@ -1,9 +1,12 @@
 """The prompt, read once: keys and values of every layer, and what policies want to know about its queries."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from kvsim_kernels.attention_rows import prompt_mass
 from kvsim_traces import CaptureError, Trace
@@ -15,7 +18,9 @@ from kvsim_traces.request import eligible_flags
 from kvsim.errors import KvsimError
 from kvsim.live.attention import Call, watched
 
-__all__ = ["Prefix", "PrefixLayer", "cache_argument", "prefill", "prefix_of_trace"]
+__all__ = ["Floats", "Prefix", "PrefixLayer", "cache_argument", "prefill", "prefix_of_trace", "to_numpy"]
+
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,41 @@ class Prefix:
     def eligible(self) -> list[int]:
         """Which entries of `layers` policies score and evict."""
         return [index for index, layer in enumerate(self.layers) if layer.info.eligible]
+
+    @property
+    def num_heads(self) -> int:
+        """H, the query heads."""
+        queries = self.layers[0].queries
+        return queries.shape[0] if queries is not None else self._recorded.num_heads
+
+    @cached_property
+    def prompt_mass(self) -> Floats:
+        """Attention that each position received during the prefill, [K, H, L0]; zero for layers not eligible."""
+        if self.layers[0].queries is None:
+            return self._recorded.prompt_mass()
+        mass = np.zeros((len(self.layers), self.num_heads, self.length), np.float32)
+        for layer in self.eligible:
+            mass[layer] = to_numpy(self.layers[layer].prompt_mass())
+        return mass
+
+    @cached_property
+    def prompt_queries(self) -> Floats:
+        """Queries of the whole prompt after a prefill, [K, H, L0, d]; else the last ones, as recorded."""
+        found = [layer.queries for layer in self.layers]
+        if found[0] is None:
+            return self._recorded.prompt_queries()
+        return np.stack([to_numpy(queries) for queries in found if queries is not None])
+
+    def recording_of(self, tokens: list[int]) -> Trace | None:
+        """Give the recording, if it is one of this prompt and the steps after it."""
+        known = None if self.trace is None else self.trace.tokens
+        return self.trace if known is not None and known.tolist() == tokens else None
+
+    @property
+    def _recorded(self) -> Trace:
+        """The recording that stands for the prompt's queries, where no prefill gave them."""
+        assert self.trace is not None
+        return self.trace
 
 
 class PrefillWatcher:
@@ -200,7 +240,9 @@ def prefix_of_trace(trace: Trace, model: Any) -> Prefix:
     if trace.manifest.sink_logits:
         raise KvsimError(f"{trace.path}: has sink logits, which a recording does not keep; use the prefill")
     parameter = model.get_input_embeddings().weight
-    prompt = trace.prompt_length
+    prompt, count = trace.prompt_length, model.config.get_text_config(decoder=True).num_hidden_layers
+    if len(trace.manifest.layers) != count:
+        raise KvsimError(f"{trace.path}: recorded {len(trace.manifest.layers)} layers of a model that has {count}")
     place = {"device": parameter.device, "dtype": parameter.dtype}
     layers = [
         PrefixLayer(
@@ -238,3 +280,9 @@ def config_of(model: Any) -> dict[str, Any]:
     """Give a model's config as a dict."""
     found: dict[str, Any] = model.config.to_dict()
     return found
+
+
+def to_numpy(tensor: torch.Tensor) -> Floats:
+    """Copy a tensor to the host in float32; one that is there already is shared."""
+    array: Floats = tensor.detach().float().cpu().numpy()
+    return array

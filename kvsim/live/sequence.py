@@ -1,16 +1,17 @@
 """One sequence under one policy: the plan, the stepper, and what has been seen so far."""
 
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from kvsim_traces.manifest import LayerInfo
 
-from kvsim.engines.reference import run as replay_reference
+from kvsim.engines import DEFAULT_ENGINE, get_engine
 from kvsim.engines.stepper import Step, Stepper
 from kvsim.errors import KvsimError, PolicyError
-from kvsim.live.prefix import Prefix
-from kvsim.live.run_trace import Floats, RunTrace
+from kvsim.live.prefix import Floats, Prefix
+from kvsim.live.run_trace import RunTrace
 from kvsim.plan import Plan
 from kvsim.policy import Policy
 from kvsim.result import Result
@@ -18,6 +19,7 @@ from kvsim.result import Result
 __all__ = ["Sequence", "live_policy", "per_head"]
 
 BoolArray = npt.NDArray[np.bool_]
+Entry = TypeVar("Entry", bound=np.generic)
 
 
 class Sequence:
@@ -71,7 +73,7 @@ class Sequence:
         """Take in one step's rows [K, H, L0 + t] and vectors (see `RunTrace.append`), and evict."""
         self.done += 1
         self.trace.append(token, rows, queries, keys, values)
-        if reads_vectors(self.plan):
+        if reads_vectors(self.plan, self.done):
             # Scores of keys exist once the keys do: the plan for as far as the run has come.
             self.plan = self._stepper.plan = self.policy.plan(self.trace)
         layers = list(self.plan.groups.layers)
@@ -108,18 +110,24 @@ class Sequence:
         self.trace.end()
         plan = replace(self.policy.plan(self.trace), control=None, a=self._stepper.a, b=self._stepper.b)
         plan = replace(plan, a=plan.a[: self.done], b=plan.b[: self.done])
-        outcome = replay_reference(self.trace, plan)
-        recording = self.trace if self.prefix.trace is None else self.prefix.trace
+        engine = DEFAULT_ENGINE
+        (outcome,) = get_engine(engine)(self.trace, [plan])
+        assert outcome.evicted_at is not None
+        if not np.array_equal(outcome.evicted_at, self.evicted_at[:, : self.trace.num_positions]):
+            engine = "reference"
+            (outcome,) = get_engine(engine)(self.trace, [plan])
+        recorded = self.prefix.recording_of(self.trace.tokens.tolist())
+        source = self.trace if recorded is None else recorded
         return Result(
             policy=plan.policy,
-            trace_name=recording.path.name,
-            trace_hash=recording.hash,
+            trace_name=source.path.name,
+            trace_hash=source.hash,
             prompt_length=self.prefix.length,
             num_steps=self.done,
             head_dim=self.trace.head_dim,
             plan=plan,
             outcome=outcome,
-            engine="reference",
+            engine=engine,
             approximate=False,
             loop=loop,
         )
@@ -143,10 +151,12 @@ def live_policy(policy: Policy) -> Policy:
     return policy
 
 
-def reads_vectors(plan: Plan) -> bool:
-    """Whether a plan's scores depend on keys, values or queries."""
+def reads_vectors(plan: Plan, step: int) -> bool:
+    """Whether what a plan does at a step depends on its keys, values or queries."""
     score = plan.score
-    return score.kind != "attention" or score.weight is not None or score.redundancy is not None
+    if score.redundancy is not None:
+        return bool(plan.evicts[step])
+    return bool(plan.scored[step - 1]) and (score.kind != "attention" or score.weight is not None)
 
 
 def _seen_again(info: LayerInfo, position: int) -> int:
@@ -158,10 +168,10 @@ def _seen_again(info: LayerInfo, position: int) -> int:
     )
 
 
-def per_head(plan: Plan, sets: BoolArray) -> BoolArray:
-    """Spread sets of groups [G, n] over eligible layers and KV heads, [K, Hk, n]."""
+def per_head(plan: Plan, of_groups: npt.NDArray[Entry]) -> npt.NDArray[Entry]:
+    """Spread what groups have for each position, [G, n], over eligible layers and KV heads, [K, Hk, n]."""
     groups = plan.groups
-    shape = len(groups.layers), groups.num_kv_heads, sets.shape[-1]
+    shape = len(groups.layers), groups.num_kv_heads, of_groups.shape[-1]
     if groups.kind == "head":
-        return sets.reshape(shape)
-    return np.broadcast_to(sets[:, None], shape)
+        return of_groups.reshape(shape)
+    return np.broadcast_to(of_groups[:, None], shape)

@@ -32,7 +32,8 @@ class Learned(Scorer):
         """See `Scorer.source`."""
         scorer, trace = load_scorer(self.file), context.trace
         for array in ("queries", "keys"):
-            trace.stored(array)
+            if not trace.has(array):
+                trace.stored(array)
         theirs = (scorer.num_heads, scorer.num_kv_heads, scorer.head_dim)
         ours = (trace.num_heads, trace.num_kv_heads, trace.head_dim)
         if theirs != ours:

@@ -182,7 +182,11 @@ class Trace:
         Its directory.
     manifest : Manifest
         What it says about itself.
+    on_disk : bool
+        Whether it lies at `path`, so that what is computed from it may be kept beside it.
     """
+
+    on_disk = True
 
     def __init__(self, path: Path, manifest: Manifest, arrays: dict[str, StoredArray], *, verify: bool) -> None:
         self.path = path

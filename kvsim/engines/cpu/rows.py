@@ -128,6 +128,9 @@ class _Store:
         self._lock = threading.Lock()
 
     def get(self, trace: Trace) -> TokenRows:
+        if not trace.on_disk:
+            # A run that is in memory itself, and is soon replaced by another.
+            return _open_or_build(trace)
         with self._lock:
             key = f"{trace.hash} {trace.path}"
             rows = self._rows.pop(key, None) or _open_or_build(trace)
@@ -164,7 +167,7 @@ def token_rows(trace: Trace) -> TokenRows:
 def _open_or_build(trace: Trace) -> TokenRows:
     layout = Layout.of(trace)
     starts = layout.starts
-    if layout.size * layout.dtype.itemsize <= IN_MEMORY:
+    if layout.size * layout.dtype.itemsize <= IN_MEMORY or not trace.on_disk:
         data = np.zeros(layout.size, layout.dtype)
         for block in range(layout.tokens.size):
             _fill(trace, layout, block, data[starts[block] : starts[block + 1]])
