@@ -148,7 +148,7 @@ class KVSimCache(Cache):  # type: ignore[misc]
         self._config: dict[str, Any] = {}
         self._calls: list[Call] = []
         self._rows: list[torch.Tensor | None] = []
-        self._visible: list[Any] = []
+        self._visible = torch.zeros(0, dtype=torch.bool)
 
     @contextmanager
     def attached(self, model: Any) -> Iterator[None]:
@@ -198,18 +198,18 @@ class KVSimCache(Cache):  # type: ignore[misc]
         if call.query.shape[2] != 1:
             raise KvsimError(f"a decode step feeds one token, got {call.query.shape[2]}; the prefill is one piece")
         if not self._calls:
-            self._visible = [
-                None if over else one.visible() for one, over in zip(self.sequences, self.over, strict=True)
-            ]
+            self._visible = self._marks().to(call.key.device)
         ordinal = len(self._calls)
         own = self._layers[ordinal]
         if self.layers[own.index].columns.shape[2] != call.key.shape[2]:
             raise KvsimError(f"model: layer {own.index} attends to keys of another layer; every layer needs its own")
         seen = self._seen(own, self.layers[own.index].seen - 1).unsqueeze(2)
         visible = seen
-        eligible = own.info.eligible
-        if eligible:
-            visible = seen & self._marks(ordinal, call)
+        if own.info.eligible:
+            place = sum(layer.info.eligible for layer in self._layers[:ordinal])
+            columns = self.layers[own.index].columns
+            marks = self._visible[place].to(columns.device)
+            visible = seen & marks.gather(2, columns.clamp(min=0)).unsqueeze(2)
         output, rows = masked_attention(call, visible, seen, rows=True)
         self._calls.append(call)
         self._rows.append(rows)
@@ -257,46 +257,43 @@ class KVSimCache(Cache):  # type: ignore[misc]
             return seen & (chunk == (query - starts) // window)
         return seen if window is None else seen & (columns > query - window)
 
-    def _marks(self, ordinal: int, call: Call) -> torch.Tensor:
-        """Mark what an eligible layer's policies leave visible, [batch, Hk, 1, n]."""
-        layer = self.layers[self._layers[ordinal].index]
-        place = [index for index, own in enumerate(self._layers) if own.info.eligible].index(ordinal)
-        marks = np.ones((len(self.sequences), layer.columns.shape[1], layer.seen), dtype=np.bool_)
-        for row, visible in enumerate(self._visible):
-            if visible is not None:
-                marks[row, :, self._starts[row] :] = visible[place]
-        found = torch.from_numpy(marks).to(layer.columns.device)
-        return found.gather(2, layer.columns.clamp(min=0)).unsqueeze(2)
+    def _marks(self) -> torch.Tensor:
+        """Mark what the policies leave visible, [eligible layers, batch, Hk, columns]."""
+        eligible = [layer for layer in self._layers if layer.info.eligible]
+        columns = self.layers[self._layers[0].index].seen
+        shape = len(eligible), len(self.sequences), eligible[0].keys.shape[0], columns
+        marks = np.ones(shape, dtype=np.bool_)
+        for row, (one, over) in enumerate(zip(self.sequences, self.over, strict=True)):
+            if not over:
+                marks[:, row, :, self._starts[row] :] = one.visible()
+        return torch.from_numpy(marks)
 
     def _end_step(self) -> None:
-        calls, rows = self._calls, self._rows
+        calls = self._calls
+        # All layers and sequences cross to the host together: one copy is quicker than many small ones.
+        rows = _stacked([self._placed(ordinal, part) for ordinal, part in enumerate(self._rows)])
+        queries = _stacked([call.query[:, :, 0] for call in calls])
+        keys = _stacked([call.key[:, :, -1] for call in calls])
+        values = _stacked([call.value[:, :, -1] for call in calls])
         self._calls, self._rows = [], []
         for row, (one, over) in enumerate(zip(self.sequences, self.over, strict=True)):
-            if over:
-                continue
-            start = self._starts[row]
-            own = [self._placed(ordinal, part, row)[:, start:] for ordinal, part in enumerate(rows)]
-            queries, keys, values = (
-                to_numpy(torch.stack(part))
-                for part in (
-                    [call.query[row, :, 0] for call in calls],
-                    [call.key[row, :, -1] for call in calls],
-                    [call.value[row, :, -1] for call in calls],
-                )
-            )
-            token = self.next_tokens[row] if self.next_tokens else 0
-            one.advance(token, np.stack([to_numpy(part) for part in own]), queries, keys, values)
+            if not over:
+                token = self.next_tokens[row] if self.next_tokens else 0
+                start = self._starts[row]
+                one.advance(token, rows[:, row, :, start:], queries[:, row], keys[:, row], values[:, row])
         if self.physical:
             self._compact()
 
-    def _placed(self, ordinal: int, rows: Any, row: int) -> torch.Tensor:
-        """Give one sequence's rows of a layer by column, [H, columns]."""
+    def _placed(self, ordinal: int, rows: Any) -> Any:
+        """Give a layer's rows by column, [batch, H, columns]."""
+        rows = rows[:, :, 0]
         layer = self.layers[self._layers[ordinal].index]
-        heads, kv_heads = rows.shape[1], layer.columns.shape[1]
-        columns = layer.columns[row].repeat_interleave(heads // kv_heads, dim=0)
-        placed = torch.zeros(heads, layer.seen + 1, dtype=rows.dtype, device=rows.device)
-        placed.scatter_(1, torch.where(columns < 0, layer.seen, columns), rows[row, :, 0])
-        return placed[:, :-1]
+        if not self.physical:
+            return rows
+        columns = layer.columns.repeat_interleave(rows.shape[1] // layer.columns.shape[1], dim=1)
+        placed = torch.zeros(*rows.shape[:2], layer.seen + 1, dtype=rows.dtype, device=rows.device)
+        placed.scatter_(2, torch.where(columns < 0, layer.seen, columns), rows)
+        return placed[:, :, :-1]
 
     def _compact(self) -> None:
         """Remove what no query will see again."""
@@ -320,6 +317,11 @@ class KVSimCache(Cache):  # type: ignore[misc]
     def physical_bytes(self) -> int:
         """Bytes of all keys and values held, padding included."""
         return sum(layer.nbytes for layer in self.layers if layer.is_initialized)
+
+
+def _stacked(parts: list[torch.Tensor]) -> Any:
+    """Copy one tensor a layer to the host, [K, …]; layers may lie on several devices."""
+    return to_numpy(torch.stack([part.to(parts[0].device) for part in parts]))
 
 
 def left_padding(mask: torch.Tensor | None, batch: int, length: int) -> list[int]:
