@@ -15,7 +15,7 @@ from rich.table import Table
 from kvsim.bench import bench_large, bench_replay
 from kvsim.bench_oracle import bench_oracle
 from kvsim.cli.options import AsJson, Quiet, Traces, find_traces
-from kvsim.cli.output import ErrorGroup, console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import ErrorGroup, console, narrow_table, print_json, print_table, progress_bar, say
 
 __all__ = ["app"]
 
@@ -61,7 +61,7 @@ def replay(
             )
         for row in report.pop("rows"):
             table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
-        console.print(table, highlight=False)
+        print_table(table)
     _print_facts(report)
 
 
@@ -110,7 +110,7 @@ def adaptive(
         table.add_column(heading, justify="right", vertical="bottom")
     for rule, row in report["summary"].items():
         table.add_row(rule, f"{row['kept_mass_of_best']:+.4f}", f"{row['shadow_loss_of_best']:.2f}")
-    console.print(table, highlight=False)
+    print_table(table)
     for signal, row in report["direction"].items():
         known = ", ".join(f"{mode} {'-' if rho is None else f'{rho:+.2f}'}" for mode, rho in row.items())
         say(f"rank correlation of {signal} with the best alpha: {known}")
@@ -141,4 +141,4 @@ def _print_facts(report: dict[str, Any]) -> None:
             value = ", ".join(f"{key} {item}" for key, item in value.items() if not isinstance(item, list))
         if value != "":
             table.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
-    console.print(table, highlight=False)
+    print_table(table)

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from kvsim.cli.chart_kinds import KINDS, RATIOS, Request, check_metric
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Shadow, Traces, find_traces
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say, stderr
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say, stderr
 from kvsim.errors import KvsimError, unknown_name
 from kvsim.replay import choose_budget
 
@@ -101,4 +101,4 @@ def _list(as_json: bool) -> None:
     table.add_column("shows")
     for name, kind in KINDS.items():
         table.add_row(Text(name), Text(kind.doc))
-    console.print(table, highlight=False)
+    print_table(table)

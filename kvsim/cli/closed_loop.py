@@ -8,7 +8,7 @@ from rich.text import Text
 from kvsim.budget import Budget
 from kvsim.cli.models import load, need_torch
 from kvsim.cli.options import budget_note
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.policy import Policy
 from kvsim.result import Result
 
@@ -87,7 +87,7 @@ def _print(trace: Trace, policies: list[Policy], rows: list[dict[str, object]], 
             " ".join(map(str, changed)),
             " ".join(f"{one:.3f}" for one in jaccard),
         )
-    console.print(table, highlight=False)
+    print_table(table)
     notes = ["irreversible", "closed loop", budget_note(budget)]
     if any(row["near_ties"] for row in rows):
         notes.append("exact up to near-ties: cuts that rounding could turn")

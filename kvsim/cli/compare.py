@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from kvsim.cli.options import AsJson
-from kvsim.cli.output import console, print_json, say
+from kvsim.cli.output import print_json, print_table, say
 from kvsim.compare import DEFAULT_TOLERANCE, Comparison
 from kvsim.compare import compare as compare_files
 
@@ -81,7 +81,7 @@ def _print(a: str, b: str, tolerance: float, found: Comparison) -> None:
     table = _table("metric", "rows", "largest |A - B|", "mean |A - B|", f"beyond {tolerance:g}")
     for name, spread in found.metrics.items():
         table.add_row(name, str(spread.rows), f"{spread.largest:.3g}", f"{spread.mean:.3g}", str(spread.beyond))
-    console.print(table)
+    print_table(table)
     if found.agree:
         say(f"all of them agree within {tolerance:g}")
         return
@@ -90,7 +90,7 @@ def _print(a: str, b: str, tolerance: float, found: Comparison) -> None:
         numbers = ["-" if row[name] is None else f"{row[name]:.10g}" for name in ("a", "b")]
         difference = "-" if row["difference"] is None else f"{row['difference']:.3g}"
         table.add_row(row["policy"], row["trace"], row["metric"], *numbers, difference)
-    console.print(table)
+    print_table(table)
     _say_more(len(found.differences))
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvsim.cli.models import Chat, Device, Dtype, ModelPath, load, need_torch
 from kvsim.cli.options import AsJson, Quiet
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.errors import KvsimError
 from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget
@@ -148,7 +148,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
             for name in ("full", "refresh") if lazy else ("full",):
                 cells += _difference(row, name)
             table.add_row(Text(row["policy"]), *cells)
-        console.print(table, highlight=False)
+        print_table(table)
     say("live, greedy; differences on the same samples; p: McNemar's exact test, or permutations for partial scores")
 
 

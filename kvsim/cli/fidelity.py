@@ -9,7 +9,7 @@ from rich.text import Text
 
 from kvsim.cli.models import Device, ModelPath, load, need_torch
 from kvsim.cli.options import AsJson, More, Quiet, Traces, find_traces
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say, write_json
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say, write_json
 from kvsim.errors import KvsimError
 from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget, replay
@@ -122,4 +122,4 @@ def _print(recording: Trace, policies: list[Policy], found: "list[Fidelity]") ->
         cells = [f"{row['budget']:.10g}"]
         cells += ["-" if row[name] is None else f"{row[name]:.3f}" for name in list(COLUMNS)[1:]]
         table.add_row(Text(str(policy)), *cells)
-    console.print(table, highlight=False)
+    print_table(table)

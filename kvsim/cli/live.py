@@ -7,7 +7,7 @@ from rich.text import Text
 
 from kvsim.cli.models import Chat, Device, Dtype, Force, ModelPath, Prompt, encode, load, need_torch, read_text
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, Quiet, budget_note
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.errors import KvsimError
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
@@ -103,7 +103,7 @@ def live(
         sizes = [f"{row[name] / 1e6:.2f}" for name in ("logical_bytes", "physical_bytes", "full_bytes")]
         numbers = ["-" if row[name] is None else f"{row[name]:.3f}" for name in shown]
         table.add_row(Text(str(one)), str(row["steps"]), *numbers, str(row["evictions"]), *sizes)
-    console.print(table, highlight=False)
+    print_table(table)
     for one, row in zip(policies, rows, strict=True):
         say(f"{one}: {' '.join(row['text'].split())}")
     kind = "evicted keys removed" if physical else "evicted keys masked"

@@ -13,6 +13,7 @@ from kvsim_traces import Trace, TraceError
 from kvsim_traces.files import os_reason, write_whole
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperGroup
@@ -26,11 +27,14 @@ __all__ = [
     "narrow_table",
     "preview",
     "print_json",
+    "print_table",
     "progress_bar",
     "say",
     "stderr",
     "write_json",
 ]
+
+MOST_COLUMNS = 1000
 
 # A table in a pipe or a file gets room for its columns; a terminal decides for itself.
 console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
@@ -88,6 +92,12 @@ def narrow_table(first: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column(first, overflow="fold", min_width=16, vertical="bottom")
     return table
+
+
+def print_table(table: Table) -> None:
+    """Print a table, folding what may fold; one that is wider than the terminal all the same loses nothing."""
+    needed = Measurement.get(console, console.options.update(width=MOST_COLUMNS), table).minimum
+    console.print(table, highlight=False, width=max(console.width, needed), crop=False)
 
 
 def preview(trace: Trace, length: int = 120) -> str:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from kvsim.cli.options import AsJson
-from kvsim.cli.output import console, print_json, say
+from kvsim.cli.output import print_json, print_table, say
 from kvsim.errors import unknown_name
 from kvsim.grammar import format_part
 from kvsim.head import HEADS, Preset
@@ -88,11 +88,11 @@ def _print_list(entries: list[dict[str, Any]]) -> None:
         for entry in (e for e in entries if e["kind"] == kind):
             middle = [entry["expands_to"]] if kind == "preset" else []
             table.add_row(entry["example"], *middle, entry["summary"])
-        console.print(table)
+        print_table(table)
     table = Table(title="axes", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("name", "values", "what it does"):
         table.add_column(column, overflow="fold")
     for name, axis in AXES.items():
         table.add_row(f"/{name}=", axis.values, axis.doc)
-    console.print(table, highlight=False)
+    print_table(table)
     say("kvsim policies NAME explains one of them")

@@ -9,7 +9,7 @@ import typer
 
 from kvsim.cli.models import Chat, Device, Dtype, ModelPath, load, need_torch
 from kvsim.cli.options import AsJson, Quiet
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.errors import KvsimError
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
@@ -125,7 +125,7 @@ def prediction(
             "-" if row["auc"] is None else f"{row['auc']:.3f}",
             str(row["pairs"]),
         )
-    console.print(table, highlight=False)
+    print_table(table)
 
 
 def _rows(files: Iterable[Path]) -> Iterable[dict[str, Any]]:

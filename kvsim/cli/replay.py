@@ -25,7 +25,7 @@ from kvsim.cli.options import (
     budget_note,
     find_traces,
 )
-from kvsim.cli.output import console, print_json, progress_bar, say, stderr
+from kvsim.cli.output import print_json, print_table, progress_bar, say, stderr
 from kvsim.engines import DEFAULT_ENGINE, get_engine
 from kvsim.errors import KvsimError
 from kvsim.policy import Policy, parse
@@ -166,7 +166,7 @@ def _print_table(trace: Trace, policies: list[Policy], results: list[Result], bu
         f"{trace.path.name}: prompt {trace.prompt_length}, steps {trace.num_steps}, "
         f"{len(trace.eligible_layers)} layers, {trace.num_heads} heads ({trace.num_kv_heads} KV)"
     )
-    console.print(table, highlight=False)
+    print_table(table)
     say("; ".join(notes))
 
 

@@ -7,7 +7,7 @@ import typer
 
 from kvsim.cli.models import load_tokenizer, need_torch
 from kvsim.cli.options import AsJson
-from kvsim.cli.output import console, narrow_table, print_json, say
+from kvsim.cli.output import narrow_table, print_json, print_table, say
 from kvsim.tasks import RULER, TASKS, Sample, count_words, find_task
 from kvsim.tasks.sample import CountTokens
 from kvsim.tasks.task import Task
@@ -58,7 +58,7 @@ def _print_list(*, as_json: bool) -> None:
     table.add_column("answer\ntokens", justify="right")
     for entry in entries:
         table.add_row(entry["name"], entry["summary"], entry["metric"], str(entry["answer_tokens"]))
-    console.print(table, highlight=False)
+    print_table(table)
     say("scores are 0 to 100; all: share of the answers found; part: any answer found; rouge_l: F of ROUGE-L")
     say("kvsim tasks NAME --length 512 prints a sample; from niah_single_1 to qa_2 the tasks are RULER's")
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsim.cli.options import AsJson, Quiet
-from kvsim.cli.output import ErrorGroup, console, preview, print_json, progress_bar, say
+from kvsim.cli.output import ErrorGroup, preview, print_json, print_table, progress_bar, say
 from kvsim.errors import KvsimError
 
 __all__ = ["app"]
@@ -33,7 +33,7 @@ def info(trace: TraceDir, as_json: AsJson = False) -> None:
     table.add_column(overflow="fold")
     for name, value in _facts(facts, preview(recording)):
         table.add_row(name, Text(value))
-    console.print(table, highlight=False)
+    print_table(table)
 
 
 def _facts(facts: dict[str, Any], said: str) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvsim.bilinear import save_scorer
 from kvsim.cli.options import AsJson, Quiet, find_traces
-from kvsim.cli.output import console, print_json, progress_bar, say
+from kvsim.cli.output import print_json, print_table, progress_bar, say
 from kvsim.distill import Settings, train
 from kvsim.errors import KvsimError
 
@@ -79,7 +79,7 @@ def train_scorer(
     for row in report.layers:
         table.add_row(f"{row['layer']}", *(_cell(row[name]) for name in facts))
     table.add_row("mean", *(_cell(value) for value in facts.values()))
-    console.print(table)
+    print_table(table)
     say(f"wrote {out}: {scorer.num_parameters:,} parameters; loss {first:.4f} -> {last:.4f}")
 
 

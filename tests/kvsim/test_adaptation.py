@@ -116,7 +116,6 @@ def test_odd_recordings_give_numbers(tmp_path, budget):
 
 
 def test_the_command_prints_what_python_returns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
     sample = SAMPLES / "smollm2-multineedle-256"
     rules = ["adaptive:noise,over=step", "adaptive:tracking,over=step,beta=0.3"]
     words = ["analyze", "adaptive", "--trace", sample, "--policy", rules[0], "--policy", rules[1], "--h", 4]

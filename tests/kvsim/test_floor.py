@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 import kvsim
 from kvsim import oracle
 from kvsim.cli import app
-from kvsim.cli.output import console
 from kvsim.floor import random_floor
 
 
@@ -93,7 +92,6 @@ def test_the_floor_command(trace):
 
 
 def test_the_oracle_command(trace, monkeypatch):
-    monkeypatch.setattr(console, "width", 100)
     words = ["oracle", "--trace", trace.path, "--budget", 8]
     words += ["--policy", "knorm", "--policy", "tova", "--policy", "knorm/when=prefill"]
     shown = run(*words).stdout

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import kvsim
 from kvsim.cli import app
-from kvsim.cli.output import console
 from kvsim.correlation import pearson
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.observables import ALPHAS, OBSERVABLES, SENSITIVITIES, Sensitivity, correlate, sensitivity
@@ -216,7 +215,6 @@ def test_the_command(many, tmp_path):
 
 
 def test_the_tables_fit_a_hundred_columns(monkeypatch):
-    monkeypatch.setattr(console, "width", 100)
     printed = run("analyze", "sensitivity", SAMPLES / "*").stdout.splitlines()
     notes = ("correlations", "observed")
     assert max(len(line) for line in printed if not line.startswith(notes)) <= 100

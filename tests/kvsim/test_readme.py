@@ -11,18 +11,11 @@ from typer.testing import CliRunner
 
 import kvsim
 from kvsim.cli import app
-from kvsim.cli.output import console
 from kvsim.head import HEADS
 from kvsim.spectrum import MEASURES, spectrum
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-
-
-@pytest.fixture(autouse=True)
-def _hundred_columns(monkeypatch):
-    """As wide as the README's tables, whatever the terminal or pytest-xdist (80) says."""
-    monkeypatch.setattr(console, "width", 100)
 
 
 def test_the_first_screen_is_what_make_demo_prints(monkeypatch):

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 import kvsim
 from kvsim.candidates import candidates
 from kvsim.cli import app
-from kvsim.cli.output import console
 from kvsim.correlation import spearman, top_jaccard
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.policy import Policy
@@ -276,7 +275,6 @@ def test_the_command(tmp_path):
 
 
 def test_the_table_fits_a_hundred_columns(monkeypatch):
-    monkeypatch.setattr(console, "width", 100)
     printed = run("analyze", "scorers", SAMPLES / "smollm2-multineedle-256", "--every", 12).stdout
     table = printed[: printed.index("left out")].splitlines()
     assert max(map(len, table)) <= 100

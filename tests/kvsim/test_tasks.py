@@ -492,7 +492,6 @@ def run(*words, code=0):
 
 
 def test_the_command_lists_tasks_and_prints_samples(files, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
     listed = run().stdout
     assert all(name in listed for name in TASKS)
     assert max(map(len, listed.splitlines())) <= 100

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 import kvsim
 from kvsim.cli import app
-from kvsim.cli.output import console
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.scorers import SCORERS
 from kvsim.transfer import MEASURES, rules, transfer
@@ -134,7 +133,6 @@ def test_the_command(tmp_path):
 
 
 def test_the_table_fits_a_hundred_columns(monkeypatch):
-    monkeypatch.setattr(console, "width", 100)
     printed = run("analyze", "transfer", SAMPLES / "smollm2-long-64", "--alpha", 0.95).stdout
     table = printed[: printed.index("left out")].splitlines()
     assert max(map(len, table)) <= 100

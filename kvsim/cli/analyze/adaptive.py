@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvsim.cli.analyze.utilities import Smoothed, utilities_of
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
 
@@ -76,7 +76,7 @@ def _print(rows: list[dict[str, Any]], best: list[dict[str, Any]], names: dict[s
             cells = [f"{row['kept_mass']:.4f}", f"{row['shadow_loss']:.4f}", *_range(alive)]
             cells += [str(alive["switches"]), first, f"{shadow['alpha_mean']:.2f}"]
             table.add_row(Text(names[row["policy"]]), *cells)
-    console.print(table, highlight=False)
+    print_table(table)
     for row in rows:
         signals = [
             ", ".join([mode, *(f"{name} {value:.3g}" for name, value in row[mode]["signals"].items())])

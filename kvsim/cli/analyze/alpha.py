@@ -8,7 +8,7 @@ from rich.text import Text
 
 from kvsim.cli.analyze.utilities import Smoothed, utilities_of
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
 from kvsim.tradeoff import DEFAULT_H, DEFAULT_POLICIES, PARTS, TradeOff
@@ -84,7 +84,7 @@ def _print(title: str, rows: list[dict[str, Any]], h: int | None, names: dict[st
             cells = [_cell(row[part], row.get(f"{part}_low"), row.get(f"{part}_high")) for part in PARTS]
             cells += [_cell(boundary[row["policy"], width]) for width in others]
             table.add_row(Text(names[row["policy"]]), *cells)
-    console.print(table, highlight=False)
+    print_table(table)
 
 
 def _print_best(best: list[dict[str, Any]]) -> None:
@@ -97,7 +97,7 @@ def _print_best(best: list[dict[str, Any]]) -> None:
     for row in best:
         cells = ["any" if row[part] == row["alphas"] else ", ".join(f"{a:g}" for a in row[part]) for part in PARTS]
         table.add_row(Text(row["policy"]), *cells)
-    console.print(table, highlight=False)
+    print_table(table)
 
 
 def _cell(value: float, low: float | None = None, high: float | None = None) -> str:

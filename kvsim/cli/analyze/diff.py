@@ -18,7 +18,7 @@ from kvsim.cli.options import (
     budget_note,
     find_traces,
 )
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.engines import DEFAULT_ENGINE
 from kvsim.errors import KvsimError
 from kvsim.policy import parse
@@ -80,7 +80,7 @@ def _print_pairs(found: Anatomy, names: dict[str, str]) -> None:
     for pair in found.pairs:
         jaccard = f"{pair.jaccard.mean():.3f}", f"{pair.jaccard[-1]:.3f}"
         table.add_row(Text(names[pair.b]), f"{pair.equal.mean():.1%}", *jaccard, f"{pair.count}")
-    console.print(table, highlight=False)
+    print_table(table)
 
 
 def _print_partings(pair: Difference, names: dict[str, str], limit: int, *, shadow: bool) -> None:
@@ -97,4 +97,4 @@ def _print_partings(pair: Difference, names: dict[str, str], limit: int, *, shad
         cells += ["-" if one.held_until is None else str(one.held_until)] * (not shadow)
         cells += [f"{one.mass_after:.4f}", f"{one.mass_gained:.4f}", names[one.kept_by]]
         table.add_row(Text("-" if one.token is None else repr(one.token)), *map(Text, cells))
-    console.print(table, highlight=False)
+    print_table(table)

@@ -18,7 +18,7 @@ from kvsim.cli.options import (
     budget_note,
     find_traces,
 )
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.engines import DEFAULT_ENGINE
 from kvsim.floor import SEEDS, Floor, random_floor
 from kvsim.policy import parse
@@ -70,7 +70,7 @@ def floor(
             masses = one.kept_mass, one.random_mean, one.random_min, one.random_max
             numbers = [f"{one.budget:g}", *(f"{mass:.3f}" for mass in masses), f"{one.percentile:.0%}"]
             table.add_row(Text(str(asked_for)), *numbers, verdict(one))
-        console.print(table, highlight=False)
+        print_table(table)
     say(f"{'shadow mode: nothing is evicted' if shadow else 'irreversible; open loop'}; {budget_note(chosen)}")
 
 

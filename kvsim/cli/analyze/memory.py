@@ -7,7 +7,7 @@ from kvsim_traces import open_trace
 from rich.text import Text
 
 from kvsim.cli.options import AsJson, find_traces
-from kvsim.cli.output import console, narrow_table, print_json
+from kvsim.cli.output import narrow_table, print_json, print_table
 from kvsim.errors import KvsimError
 from kvsim.memory import Memory
 
@@ -58,4 +58,4 @@ def _print_memory(found: list[Memory], steps: int | None) -> None:
         if one.earlier_share_last is not None:
             cells.append(f"{one.earlier_share_last:.4g}")
         table.add_row(Text(one.policy), str(one.layers), *cells)
-    console.print(table, highlight=False)
+    print_table(table)

@@ -7,7 +7,7 @@ from kvsim_traces import open_trace
 from rich.text import Text
 
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.momentum import DEFAULT_POLICIES
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
@@ -88,7 +88,7 @@ def _print(rows: list[dict[str, Any]], names: dict[str, str]) -> None:
         step = *_cells(row, "step", "step"), _share(row["expected_step"]), same, _share(row["top_step"])
         table.add_row("", "", "one step", *step)
         table.add_row("", "", "whole run", *_cells(row, "step", "run"), "", same, _share(row["top_run"]))
-    console.print(table, highlight=False)
+    print_table(table)
 
 
 def _cells(row: dict[str, Any], scores: str, state: str) -> list[str]:

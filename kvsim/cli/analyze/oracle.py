@@ -18,7 +18,7 @@ from kvsim.cli.options import (
     budget_note,
     find_traces,
 )
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.engines import DEFAULT_ENGINE
 from kvsim.floor import SEEDS, Floor, random_floor
 from kvsim.oracle import comparable, gap, gap_over_time, optimum
@@ -113,4 +113,4 @@ def _print(names: list[str], rows: list[dict[str, Any]], floors: list[Floor], me
             known = row[best] is not None
             cells += [f"{row[best]:.3f}", f"{row[missed]:.2%}"] if known else ["-", "-"]
         table.add_row(Text(name), *cells, f"{row['random_mean']:.3f}", verdict(beside))
-    console.print(table, highlight=False)
+    print_table(table)

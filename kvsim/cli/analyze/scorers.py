@@ -7,7 +7,7 @@ from kvsim_traces import open_trace
 from rich.text import Text
 
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.errors import KvsimError
 from kvsim.replay import choose_budget
 from kvsim.spectrum import READINGS, Spectrum
@@ -94,7 +94,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         cells = [_cell(row[f"{measure}_{column}"]) for measure in ("spearman", "top_jaccard") for column in COLUMNS]
         table.add_row(Text(row["scorer"]), *cells)
-    console.print(table, highlight=False)
+    print_table(table)
 
 
 def _cell(value: float | None) -> str:

@@ -18,7 +18,7 @@ from kvsim.cli.options import (
     budget_note,
     find_traces,
 )
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.engines import DEFAULT_ENGINE
 from kvsim.observables import DEFAULT_ALPHA, DEFAULT_H, LEAST_TRACES, OBSERVABLES, SENSITIVITIES
 from kvsim.replay import choose_budget
@@ -93,7 +93,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         best = [_alphas(row[name], len(row["alphas"])) for name in ("best_by_kept_mass", "best_by_loss")]
         table.add_row(Text(row["trace"]), *[_cell(row[name]) for name in COLUMNS], *best)
-    console.print(table, highlight=False)
+    print_table(table)
 
 
 def _print_correlations(rows: list[dict[str, Any]], count: int) -> None:
@@ -115,7 +115,7 @@ def _print_correlations(rows: list[dict[str, Any]], count: int) -> None:
         observable = "" if row["observable"] == before else row["observable"].replace("_", " ")
         before = row["observable"]
         table.add_row(observable, row["sensitivity"].replace("_", " "), *cells)
-    console.print(table, highlight=False)
+    print_table(table)
 
 
 def _alphas(best: list[float], tried: int) -> str:

@@ -7,7 +7,7 @@ from kvsim_traces import open_trace
 from rich.text import Text
 
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
 from kvsim.stability import DEFAULT_POLICIES
@@ -87,7 +87,7 @@ def _print(rows: list[dict[str, Any]], names: dict[str, str]) -> None:
             cells += ["-" if bound["median"] is None else f"{bound['median']:.2g}", violated]
         cells += [_cell(row["autocorrelation"]), _cell(row["autocorrelation_tokens"])]
         table.add_row(Text(names[row["policy"]]), *cells)
-    console.print(table, highlight=False)
+    print_table(table)
 
 
 def _cell(value: float | None) -> str:

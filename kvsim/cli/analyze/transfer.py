@@ -19,7 +19,7 @@ from kvsim.cli.options import (
     budget_note,
     find_traces,
 )
-from kvsim.cli.output import console, narrow_table, print_json, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.engines import DEFAULT_ENGINE
 from kvsim.plan import GroupKind
 from kvsim.replay import choose_budget
@@ -95,7 +95,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
                 cells.append(_cell(row[f"{measure}_change"], sign="+"))
         table.add_row(Text("" if row["scorer"] == before else row["scorer"]), Text(row["rule"]), *cells)
         before = row["scorer"]
-    console.print(table, highlight=False)
+    print_table(table)
 
 
 def _cell(value: float | None, sign: str = "-") -> str:
