@@ -1,4 +1,4 @@
-"""Files of evaluations, and the table that compares policies with the full cache and with full refresh."""
+"""Files of evaluations, and the tables that compare policies on them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,13 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.errors import KvsimError
-from kvsim.evaluate import EVAL_KEY
-from kvsim.paired import paired
+from kvsim.paired import against_baseline
 from kvsim.policy import Policy, parse
 
-__all__ = ["comparisons", "full_refresh", "key_of", "read_evaluations", "write_evaluations"]
+__all__ = ["EVAL_KEY", "cells", "comparisons", "full_refresh", "key_of", "read_evaluations", "write_evaluations"]
+
+EVAL_KEY = (
+    "model_hash",
+    "task",
+    "length",
+    "seed",
+    "index",
+    "question_hash",
+    "policy",
+    "depth",
+    "answer_tokens",
+    "version",
+)
+"""What a row is a function of. The question's hash holds its text, tokenizer, chat template and right answers."""
+
+_TEXTS = ("model_hash", "task", "question_hash", "policy", "version", "answer")
+_NUMBERS = ("length", "seed", "index", "answer_tokens", "prompt_length", "steps", "near_ties")
+_SHARES = ("score", "kept_mass")
+_MAYBE = ("survival", "depth")
 
 Row = Mapping[str, Any]
+Table = dict[str, dict[str, list[Row]]]
+"""Rows by policy and task."""
 
 
 def key_of(row: Row) -> tuple[Any, ...]:
@@ -40,11 +60,12 @@ def read_evaluations(path: Path) -> list[dict[str, Any]]:
         raise KvsimError(f"{path}: cannot be read ({error.strerror or error})") from error
     except pl.exceptions.PolarsError:
         raise KvsimError(f"{path}: is not a whole Parquet file") from None
-    for name in (*EVAL_KEY, "score"):
-        if name not in frame.columns or frame[name].null_count():
-            raise KvsimError(f"{path}: is not a file of kvsim evaluations: it has no column {name!r}")
-    if not frame["score"].dtype.is_numeric():
-        raise KvsimError(f"{path}: is not a file of kvsim evaluations: column 'score' does not hold numbers")
+    for name, kind in _schema().items():
+        whole = name in _MAYBE or (name in frame.columns and not frame[name].null_count())
+        if frame.schema.get(name) != kind or not whole:
+            raise KvsimError(f"{path}: is not a file of kvsim evaluations: it has no column {name!r} of {kind}")
+        if kind == pl.Float64 and not frame[name].drop_nulls().is_finite().all():
+            raise KvsimError(f"{path}: is not a file of kvsim evaluations: column {name!r} has a number that is none")
     return frame.to_dicts()
 
 
@@ -60,13 +81,24 @@ def write_evaluations(rows: Items[Row], out: Path) -> None:
 
     from kvsim.results_file import write_results
 
-    frame = pl.DataFrame([dict(row) for row in rows], infer_schema_length=None)
-    write_results(frame.with_columns(pl.col(pl.Null).cast(pl.Float64)), out)
+    write_results(pl.DataFrame([dict(row) for row in rows], schema_overrides=_schema(), infer_schema_length=None), out)
+
+
+def _schema() -> dict[str, Any]:
+    import polars as pl
+
+    return (
+        dict.fromkeys(_TEXTS, pl.String)
+        | dict.fromkeys(_NUMBERS, pl.Int64)
+        | dict.fromkeys((*_SHARES, *_MAYBE), pl.Float64)
+        | {"chat": pl.Boolean}
+    )
 
 
 def full_refresh(policy: Policy) -> Policy | None:
     """Give a lazily refreshed policy with every step scored; None for one that scores every step already."""
-    return None if policy.expand().refresh in (None, 1) else dataclasses.replace(policy, refresh=1)
+    expanded = policy.expand()
+    return None if expanded.refresh in (None, 1) else dataclasses.replace(expanded, refresh=None)
 
 
 def comparisons(rows: Items[Row], *, seed: int = 0) -> list[dict[str, Any]]:
@@ -75,39 +107,110 @@ def comparisons(rows: Items[Row], *, seed: int = 0) -> list[dict[str, Any]]:
     Parameters
     ----------
     rows : sequence of mapping
-        From `kvsim.evaluate.evaluate`.
+        From `kvsim.evaluate.evaluate`, of one model and version.
     seed : int
         Of the bootstrap.
 
     Returns
     -------
     list of dict
-        For each task, length and policy: ``samples``, ``score`` (mean), ``kept_mass`` and ``survival`` (means), and for
+        For each length, policy and task: ``samples``, ``score`` (mean), ``kept_mass`` and ``survival`` (means), and for
         ``full`` and ``refresh`` the paired difference: ``<name>_delta``, ``_low``, ``_high`` (95% bootstrap interval,
-        None without spread), ``_p`` and ``_test``; all None where there is no such baseline.
+        None without spread), ``_p`` and ``_test``; all None where there is no such baseline. With several tasks a row
+        of task ``Avg`` follows, to which each task counts once.
+
+    Raises
+    ------
+    KvsimError
+        If the rows are of several models, versions or forms of prompt, one is there twice, or a policy lacks a sample.
     """
+    for name in ("model_hash", "version", "chat"):
+        kinds = dict.fromkeys(str(row[name]) for row in rows)
+        if len(kinds) > 1:
+            raise KvsimError(f"answers of one {name} can be compared, got {', '.join(kinds)}")
     found: list[dict[str, Any]] = []
-    for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
-        own = [row for row in rows if (row["task"], row["length"]) == (task, length)]
-        scores: dict[str, dict[Any, float]] = {}
-        for row in own:
-            scores.setdefault(row["policy"], {})[row["seed"], row["index"]] = row["score"]
-        for policy, by_sample in scores.items():
-            mine = [row for row in own if row["policy"] == policy]
-            line: dict[str, Any] = {"task": task, "length": length, "policy": policy, "samples": len(by_sample)}
-            line["score"] = sum(by_sample.values()) / len(by_sample)
-            line |= {name: _mean([row[name] for row in mine]) for name in ("kept_mass", "survival")}
+    for length in dict.fromkeys(row["length"] for row in rows):
+        table = _by_policy([row for row in rows if row["length"] == length])
+        for policy, tasks in table.items():
             lazy = full_refresh(parse(policy))
-            for name, baseline in (("full", "full"), ("refresh", None if lazy is None else str(lazy))):
-                theirs = scores.get(baseline or "", {})
-                common = [sample for sample in by_sample if sample in theirs]
-                against = None
-                if common and baseline != policy:
-                    against = paired([by_sample[s] for s in common], [theirs[s] for s in common], seed=seed)
-                for part in ("delta", "low", "high", "p", "test"):
-                    line[f"{name}_{part}"] = None if against is None else getattr(against, part)
-            found.append(line)
+            against = {
+                "full": _differences(table, policy, "full", seed),
+                "refresh": {} if lazy is None else _differences(table, policy, str(lazy), seed),
+            }
+            lines = [{"task": task, "length": length, "policy": policy, **_means(own)} for task, own in tasks.items()]
+            if len(lines) > 1:
+                total = sum(line["samples"] for line in lines)
+                lines.append(lines[0] | {"task": "Avg"} | _means(lines) | {"samples": total})
+            for line in lines:
+                for name, differences in against.items():
+                    row = differences.get(line["task"], {})
+                    line |= {f"{name}_{part}": row.get(part) for part in ("delta", "low", "high", "p", "test")}
+            found += lines
     return found
+
+
+def _differences(table: Table, policy: str, baseline: str, seed: int) -> dict[str, dict[str, Any]]:
+    """Compare a policy with a baseline task by task; nothing where there is no such baseline."""
+    if baseline == policy or baseline not in table:
+        return {}
+    scores = {
+        one: {task: [row["score"] for row in own] for task, own in table[one].items()} for one in (baseline, policy)
+    }
+    return {row["task"]: row for row in against_baseline(scores, baseline, seed=seed)}
+
+
+def cells(rows: Items[Row]) -> list[dict[str, Any]]:
+    """Average answers of the needle task over a grid of lengths and depths (the paper's Figure 8).
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        From `kvsim.evaluate.evaluate` with `kvsim.tasks.needle_at` of several depths.
+
+    Returns
+    -------
+    list of dict
+        ``policy``, ``length``, ``depth`` (percent), ``samples`` and ``rouge_l_f``, the mean F in [0, 1], as
+        `kvsim.charts.needle_grid` takes them.
+    """
+    places: dict[tuple[str, int, float], list[float]] = {}
+    for row in rows:
+        places.setdefault((row["policy"], row["length"], row["depth"]), []).append(row["score"] / 100)
+    return [
+        {
+            "policy": policy,
+            "length": length,
+            "depth": depth,
+            "samples": len(own),
+            "rouge_l_f": sum(own) / len(own),
+        }
+        for (policy, length, depth), own in places.items()
+    ]
+
+
+def _by_policy(rows: Items[Row]) -> Table:
+    """Sort rows of one length into policies and tasks, samples in one order."""
+    table: dict[str, dict[str, dict[tuple[Any, ...], Row]]] = {}
+    for row in rows:
+        own = table.setdefault(row["policy"], {}).setdefault(row["task"], {})
+        sample = row["seed"], row["index"], row["question_hash"]
+        if sample in own:
+            raise KvsimError(f"{row['policy']} on {row['task']}: has sample {row['index']} twice")
+        own[sample] = row
+    first = next(iter(table.values()))
+    for policy, tasks in table.items():
+        for task in dict.fromkeys([*first, *tasks]):
+            if set(tasks.get(task, {})) != set(first.get(task, {})):
+                raise KvsimError(f"{policy} on {task}: does not have the same samples as the other policies")
+    return {
+        policy: {task: [own[sample] for sample in sorted(own)] for task, own in tasks.items()}
+        for policy, tasks in table.items()
+    }
+
+
+def _means(rows: Items[Row]) -> dict[str, Any]:
+    names = ("score", "kept_mass", "survival")
+    return {"samples": len(rows), **{name: _mean([row[name] for row in rows]) for name in names}}
 
 
 def _mean(values: Items[float | None]) -> float | None:

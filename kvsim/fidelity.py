@@ -8,31 +8,33 @@ import numpy as np
 import numpy.typing as npt
 from kvsim_traces import Trace
 
+from kvsim.correlation import jaccard
 from kvsim.errors import KvsimError
 from kvsim.plan import FloatArray
 from kvsim.result import Result
 
-__all__ = ["SEEDS", "Fidelity", "fidelity"]
+__all__ = ["SEEDS", "Fidelity", "check_recording", "fidelity"]
 
 SEEDS = 20
 """Draws of the random null."""
 
 BoolArray = npt.NDArray[np.bool_]
-Drop = Callable[[npt.NDArray[np.intp], int], npt.NDArray[np.intp]]
+Positions = npt.NDArray[np.intp]
+Drop = Callable[[Positions, int], Positions]
 
 
 @dataclass(frozen=True)
 class Fidelity:
     """One policy, replayed in open loop and run in closed loop or live, on one recording.
 
-    The first eviction is exact in open loop, so the nulls get it for free: they start from the run's own first set, and
-    then drop at every step as many tokens as the run does, at random or the oldest first. An open loop that does no
-    better than they do says nothing beyond the first eviction.
+    A group's first eviction is exact in open loop where all groups evict together, so the nulls get it for free: they
+    start from the run's own set after it, and then drop at every step as many tokens as the run does, at random or the
+    oldest first. An open loop that does no better than they do says nothing beyond the first eviction.
 
     Attributes
     ----------
-    policy, trace_name : str
-        Canonical policy with its budget, and the recording.
+    policy, trace_name, trace_hash, version : str
+        Canonical policy with its budget, the recording, and the version of kvsim.
     loop : {"closed", "live"}
         What the open loop is compared with.
     budget : float
@@ -40,26 +42,31 @@ class Fidelity:
     jaccard, jaccard_last : float
         Of the two retained sets: mean over steps and groups, and after the last step.
     random, random_last, oldest, oldest_last : float
-        The same of the nulls with the run.
+        The same of the nulls with the run; `random` is the mean of `SEEDS` draws.
     same_evictee : float or None
         Share of the evictions after the first one in which both drop the same tokens; None without any.
     same_evictee_random : float or None
-        What drawing one of the held tokens would give.
+        What drawing as many of the visible tokens would give.
     kept_mass_open, kept_mass : float
         Kept mass that the replay claims, and that the run had.
     kept_mass_error : float
         Mean absolute difference over steps.
     total_variation : float
         Between what the replay thinks the queries look at and what they do: half the L1 distance of the two rows, each
-        renormalised over what the run's query sees; mean over steps, layers and heads.
-    steps : array
-        [T] Jaccard at each step.
+        renormalised over what the run's query sees; mean over steps, layers and heads. Attention recomputed from a
+        recording's float16 queries and keys has some 0.001 of it by rounding alone.
+    total_variation_most : float
+        In the layer with the largest.
+    steps, random_steps, oldest_steps : array
+        [T] Jaccard after each step: the replay's, and the nulls'.
     by_layer : array
         [K] total variation of each eligible layer.
     """
 
     policy: str
     trace_name: str
+    trace_hash: str
+    version: str
     loop: str
     budget: float
     jaccard: float
@@ -74,13 +81,35 @@ class Fidelity:
     kept_mass: float
     kept_mass_error: float
     total_variation: float
+    total_variation_most: float
     steps: FloatArray = field(repr=False, compare=False)
+    random_steps: FloatArray = field(repr=False, compare=False)
+    oldest_steps: FloatArray = field(repr=False, compare=False)
     by_layer: FloatArray = field(repr=False, compare=False)
 
     def summary(self) -> dict[str, Any]:
-        """Give everything but the steps, ready for JSON."""
-        own = {name: value for name, value in vars(self).items() if name not in ("steps", "by_layer", "trace_name")}
-        return {"trace": self.trace_name, **own, "total_variation_by_layer": self.by_layer.tolist()}
+        """Give everything, ready for JSON; `steps` is called ``jaccard_steps``."""
+        arrays = {
+            "jaccard_steps": self.steps,
+            "random_steps": self.random_steps,
+            "oldest_steps": self.oldest_steps,
+            "total_variation_by_layer": self.by_layer,
+        }
+        own = {name: value for name, value in vars(self).items() if not isinstance(value, np.ndarray)}
+        own = {"trace": own.pop("trace_name"), **own}
+        return own | {name: values.tolist() for name, values in arrays.items()}
+
+
+def check_recording(trace: Trace) -> None:
+    """Refuse a recording without the attention of single heads.
+
+    Raises
+    ------
+    KvsimError
+        If it has head means only.
+    """
+    if trace.capture == "scores":
+        raise KvsimError(f"{trace.path}: a 'scores' capture has no attention of single heads to compare")
 
 
 def fidelity(replayed: Result, run: Result, recorded: Trace, seen: Trace, *, seeds: int = SEEDS) -> Fidelity:
@@ -102,32 +131,37 @@ def fidelity(replayed: Result, run: Result, recorded: Trace, seen: Trace, *, see
     Raises
     ------
     KvsimError
-        If the two are not one policy on one sequence, or are shadow results.
+        If the two are not one policy on one sequence, are shadow results, or the recording holds head means only.
     """
-    if (replayed.policy, replayed.prompt_length, replayed.num_steps) != (
-        run.policy,
-        run.prompt_length,
-        run.num_steps,
-    ) or replayed.evicted_at.shape != run.evicted_at.shape:
-        raise KvsimError(f"cannot compare {replayed.policy} with {run.policy}: not one policy on one sequence")
+    check_recording(recorded)
     if seeds < 1:
         raise KvsimError(f"seeds must be at least 1, got {seeds}")
+    if replayed.loop != "open" or run.loop == "open":
+        raise KvsimError(
+            f"fidelity compares an open loop with a closed or live one, got {replayed.loop} and {run.loop}"
+        )
+    shapes = replayed.evicted_at.shape, run.evicted_at.shape
+    if replayed.policy != run.policy or shapes[0] != shapes[1] or replayed.prompt_length != run.prompt_length:
+        raise KvsimError(f"cannot compare {replayed.policy} with {run.policy}: not one policy on one sequence")
     own, theirs = _sets(replayed), _sets(run)
-    jaccard = _jaccard(own, theirs)
-    draws = [_jaccard(_null(theirs, run.prompt_length, _random(seed)), theirs) for seed in range(seeds)]
-    oldest = _jaccard(_null(theirs, run.prompt_length, _oldest), theirs)
+    first = np.where(run.evicted_at < 0, run.num_steps, run.evicted_at).min(axis=1)
+    draws = [_overlap(_null(theirs, first, run.prompt_length, _random(seed)), theirs) for seed in range(seeds)]
+    steps, random = _overlap(own, theirs), np.mean(draws, axis=0)
+    oldest = _overlap(_null(theirs, first, run.prompt_length, _oldest), theirs)
     claimed, had = replayed.outcome.metrics["kept_mass"], run.outcome.metrics["kept_mass"]
     same, chance = _same_evictee(replayed, run)
     by_layer = _total_variation(run, recorded, seen)
     return Fidelity(
         policy=run.policy,
-        trace_name=run.trace_name,
+        trace_name=recorded.path.name,
+        trace_hash=recorded.hash,
+        version=run.version,
         loop=run.loop,
         budget=float(run.budget),
-        jaccard=float(jaccard.mean()),
-        jaccard_last=float(jaccard[-1]),
-        random=float(np.mean(draws)),
-        random_last=float(np.mean([draw[-1] for draw in draws])),
+        jaccard=float(steps.mean()),
+        jaccard_last=float(steps[-1]),
+        random=float(random.mean()),
+        random_last=float(random[-1]),
         oldest=float(oldest.mean()),
         oldest_last=float(oldest[-1]),
         same_evictee=same,
@@ -136,49 +170,52 @@ def fidelity(replayed: Result, run: Result, recorded: Trace, seen: Trace, *, see
         kept_mass=float(had.mean()),
         kept_mass_error=float(np.abs(claimed - had).mean()),
         total_variation=float(by_layer.mean()),
-        steps=jaccard,
+        total_variation_most=float(by_layer.max()),
+        steps=steps,
+        random_steps=random,
+        oldest_steps=oldest,
         by_layer=by_layer,
     )
 
 
 def _sets(result: Result) -> BoolArray:
-    """Give the retained sets of all steps, [T, G, L0 + T]."""
-    steps = np.arange(1, result.num_steps + 1)[:, None, None]
+    """Give the retained sets R_0 to R_T, [T + 1, G, L0 + T]."""
+    steps = np.arange(result.num_steps + 1)[:, None, None]
     there = np.arange(result.evicted_at.shape[1]) < result.prompt_length + steps
     gone = (result.evicted_at >= 0) & (result.evicted_at <= steps)
     sets: BoolArray = there & ~gone
     return sets
 
 
-def _jaccard(own: BoolArray, theirs: BoolArray) -> FloatArray:
-    """Mean over groups of the Jaccard index at each step, [T]."""
-    index: FloatArray = ((own & theirs).sum(axis=-1) / (own | theirs).sum(axis=-1)).mean(axis=-1)
-    return index
+def _overlap(own: BoolArray, theirs: BoolArray) -> FloatArray:
+    """Mean over groups of the Jaccard index after steps 1 to T, [T]."""
+    means: FloatArray = jaccard(own[1:], theirs[1:]).mean(axis=-1)
+    return means
 
 
-def _null(sets: BoolArray, prompt: int, drop: Drop) -> BoolArray:
-    """Start from the first set, append each step's position, and drop down to the size of the run's own set."""
-    null = np.zeros_like(sets)
-    null[0] = sets[0]
-    for t in range(1, len(sets)):
-        for g in range(sets.shape[1]):
-            held = np.append(np.flatnonzero(null[t - 1, g]), prompt + t)
-            stay = int(sets[t, g].sum())
-            null[t, g, drop(held, stay) if held.size > stay else held] = True
+def _null(sets: BoolArray, first: npt.NDArray[np.int32], prompt: int, drop: Drop) -> BoolArray:
+    """Follow each group's sets up to its first eviction; then append a step's position, and drop as many as they do."""
+    null = sets.copy()
+    for g, start in enumerate(first.tolist()):
+        for t in range(start + 1, len(sets)):
+            null[t, g] = null[t - 1, g]
+            null[t, g, prompt + t - 1] = True
+            held = np.flatnonzero(null[t, g])
+            null[t, g, drop(held, held.size - int(sets[t, g].sum()))] = False
     return null
 
 
 def _random(seed: int) -> Drop:
     rng = np.random.default_rng(seed)
-    return lambda held, stay: rng.choice(held, stay, replace=False)
+    return lambda held, count: rng.choice(held, count, replace=False)
 
 
-def _oldest(held: npt.NDArray[np.intp], stay: int) -> npt.NDArray[np.intp]:
-    return held[held.size - stay :]
+def _oldest(held: Positions, count: int) -> Positions:
+    return held[:count]
 
 
 def _same_evictee(replayed: Result, run: Result) -> tuple[float | None, float | None]:
-    """Share of later evictions in which both drop the same tokens, and that of a draw from what is held."""
+    """Share of later evictions in which both drop the same tokens, and that of a draw from what is visible."""
     own, theirs = replayed.evicted_at, run.evicted_at
     same, chance = [], []
     for g in range(len(theirs)):
@@ -195,8 +232,6 @@ def _same_evictee(replayed: Result, run: Result) -> tuple[float | None, float | 
 
 def _total_variation(run: Result, recorded: Trace, seen: Trace) -> FloatArray:
     """Mean over steps and heads of the distance between recorded and seen rows over what is visible, [K]."""
-    if recorded.capture == "scores":
-        raise KvsimError(f"{recorded.path}: a 'scores' capture has no attention of single heads to compare")
     groups = run.plan.groups
     layers = list(groups.layers)
     share = groups.num_heads // groups.num_kv_heads

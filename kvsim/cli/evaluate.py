@@ -1,8 +1,10 @@
 """``kvsim eval``."""
 
 import contextlib
+import dataclasses
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,32 +12,37 @@ import typer
 from rich.text import Text
 
 from kvsim.cli.models import Chat, Device, Dtype, ModelPath, load, need_torch
-from kvsim.cli.options import AsJson, Quiet
+from kvsim.cli.options import AsJson, PolicyTexts, Quiet, Ratios, at_ratios, budget_notes
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.errors import KvsimError
+from kvsim.evaluations import cells, comparisons, full_refresh, key_of, read_evaluations, write_evaluations
 from kvsim.policy import Policy, parse
-from kvsim.replay import choose_budget
+from kvsim.results_file import locked
+from kvsim.tasks import Task, find_task, needle_at
 
 __all__ = ["evaluate"]
 
 SAVE_SECONDS = 20.0
 
+Rows = list[dict[str, Any]]
+
 
 def evaluate(
     model: ModelPath,
     task: Annotated[list[str], typer.Option(metavar="TASK", help="A task of `kvsim tasks`; repeatable.")],
-    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
+    policy: PolicyTexts,
     samples: Annotated[int, typer.Option(help="Samples of each task.")] = 50,
     length: Annotated[
         list[int] | None, typer.Option(metavar="TOKENS", help="Tokens of prompt and answer; repeatable; 1024.")
     ] = None,
-    compression_ratio: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED, in [0, 1); repeatable; 0.9 by default."),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
+    compression_ratio: Ratios = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Seed of the samples.")] = 0,
     answer_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Tokens to generate; the task's own number by default.")
+    ] = None,
+    depths: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="For the task needle: a grid of lengths x N depths, from 0% to 100%."),
     ] = None,
     file: Annotated[
         Path | None, typer.Option(metavar="JSON", help="Questions for qa_1 (SQuAD) or qa_2 (HotpotQA).")
@@ -53,90 +60,115 @@ def evaluate(
 
     The full cache always takes part, and so does full refresh where a policy refreshes lazily.
     Decoding is greedy. Scores are 0 to 100.
+    With --depths, the mean F of ROUGE-L for each length and depth of the needle is printed instead.
 
     Example: kvsim eval --model SmolLM2-135M-Instruct --chat --task niah_single_1 --policy ema:0.95 --samples 50
     """
     need_torch("kvsim eval", "live")
     if samples < 1:
         raise KvsimError(f"--samples must be at least 1, got {samples}")
-    from kvsim.tasks import find_task
-
-    tasks = [find_task(name, file) for name in task]
-    lengths = length or [1024]
-    policies = _policies(policy, compression_ratio or ["0.9"])
-    from kvsim.evaluations import comparisons, key_of, read_evaluations, write_evaluations
-
-    held = [] if out is None else read_evaluations(out)
-    network, tokenizer = load(model, dtype=dtype, device=device, quiet=quiet or as_json)
-
-    from kvsim_traces.facts import weights_hash
-
-    from kvsim.evaluate import evaluate as run
-    from kvsim.results_file import locked
-
-    identity = weights_hash(network)
-    known = {key_of(row): row for row in held}
-
-    def missing(key: dict[str, Any]) -> bool:
-        return key_of(key) not in known
-
-    rows: list[dict[str, Any]] = []
-    saved = time.monotonic()
+    tasks = _tasks(task, file, depths)
+    lengths = list(dict.fromkeys(length or [1024]))
+    policies = _policies(at_ratios(policy, compression_ratio))
     with contextlib.nullcontext() if out is None else locked(out):
-        for one, tokens in itertools.product(tasks, lengths):
-            answers = run(
-                network,
-                tokenizer,
-                one,
-                policies,
-                length=tokens,
-                indices=range(samples),
-                seed=seed,
-                chat=chat,
-                model_hash=identity,
-                answer_tokens=answer_tokens,
-                wanted=missing,
-            )
-            with progress_bar(f"{one.name} at {tokens}", quiet=quiet or as_json) as advance:
-                for done, found in enumerate(answers, start=1):
-                    known.update((key_of(row), row) for row in found)
-                    advance(done, samples)
-                    if out is not None and found and time.monotonic() - saved > SAVE_SECONDS:
-                        write_evaluations(list(known.values()), out)
-                        saved = time.monotonic()
-        if out is not None:
-            write_evaluations(list(known.values()), out)
-    names = {str(one) for one in policies}
-    for row in known.values():
-        asked = row["policy"] in names and row["task"] in {one.name for one in tasks} and row["length"] in lengths
-        same = row["model_hash"] == identity and row["seed"] == seed and row["chat"] == chat
-        if asked and same and row["index"] < samples and answer_tokens in (None, row["answer_tokens"]):
-            rows.append(row)
-    table = comparisons(rows)
+        known = {} if out is None else {key_of(row): row for row in read_evaluations(out)}
+        network, tokenizer = load(model, dtype=dtype, device=device, quiet=quiet or as_json)
+
+        from kvsim_traces.facts import weights_hash
+
+        from kvsim.evaluate import evaluate as answers_of
+
+        identity = weights_hash(network)
+        asked: list[tuple[Any, ...]] = []
+
+        def missing(key: dict[str, Any]) -> bool:
+            asked.append(key_of(key))
+            return asked[-1] not in known
+
+        save = _saver(known, out)
+        try:
+            for one, tokens in itertools.product(tasks, lengths):
+                answers = answers_of(
+                    network,
+                    tokenizer,
+                    one,
+                    policies,
+                    length=tokens,
+                    indices=range(samples),
+                    seed=seed,
+                    chat=chat,
+                    model_hash=identity,
+                    answer_tokens=answer_tokens,
+                    wanted=missing,
+                )
+                with progress_bar(f"{one.name} at {tokens}", quiet=quiet or as_json) as advance:
+                    for done, found in enumerate(answers, start=1):
+                        known.update((key_of(row), row) for row in found)
+                        advance(done, samples)
+                        save(SAVE_SECONDS)
+        finally:
+            save(0)
+    rows = [known[key] for key in asked]
+    table = comparisons(rows) if depths is None else cells(rows)
     if as_json:
-        print_json({"results": table, "answers": rows})
+        print_json({"results" if depths is None else "grid": table, "answers": rows})
         return
-    _print(table)
+    names = _names(policies)
+    if depths is None:
+        _print(table, names)
+        say(
+            "live, greedy; differences on the same samples; p: McNemar's exact test, or permutations for partial scores"
+        )
+    else:
+        _print_grid(table, names)
+        say("live, greedy; mean F of ROUGE-L, 0 to 1, by depth of the needle and length in tokens")
+    say(budget_notes(compression_ratio))
 
 
-def _policies(given: list[str], ratios: list[str]) -> list[Policy]:
-    """Give the policies with their budgets, the full cache first and full refresh before what is compared with it."""
-    from kvsim.evaluations import full_refresh
-
-    found = {"full": parse("full")}
-    for ratio in ratios:
-        budget = choose_budget(ratio, None)
-        for text in given:
-            policy = parse(text).with_budget(budget)
-            lazy = full_refresh(policy)
-            found |= {str(one): one for one in (lazy, policy) if one is not None}
-    return list(found.values())
+def _tasks(names: list[str], file: Path | None, depths: int | None) -> list[Task]:
+    found = list(dict.fromkeys(find_task(name, file) for name in names))
+    if depths is None:
+        return found
+    if [one.name for one in found] != ["needle"]:
+        raise KvsimError(f"--depths makes a grid of the task needle alone, got {', '.join(one.name for one in found)}")
+    if depths < 2:
+        raise KvsimError(f"--depths must be at least 2, got {depths}")
+    return [needle_at(100 * place / (depths - 1)) for place in range(depths)]
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
+def _policies(given: list[Policy]) -> list[Policy]:
+    """Put the full cache first, and full refresh before what is compared with it."""
+    beside = [parse("full")]
+    for policy in given:
+        lazy = full_refresh(policy)
+        beside += [policy] if lazy is None else [lazy, policy]
+    return list(dict.fromkeys(beside))
+
+
+def _saver(known: dict[tuple[Any, ...], dict[str, Any]], out: Path | None) -> Callable[[float], None]:
+    """Give a function that writes the rows if there are new ones, and the last time is so many seconds ago."""
+    last, written = time.monotonic(), len(known)
+
+    def save(every: float) -> None:
+        nonlocal last, written
+        if out is not None and len(known) > written and time.monotonic() - last >= every:
+            write_evaluations(list(known.values()), out)
+            last, written = time.monotonic(), len(known)
+
+    return save
+
+
+def _names(policies: list[Policy]) -> dict[str, str]:
+    """Name policies without the budget, if all have one."""
+    one = len({policy.budget for policy in policies if policy.budget is not None}) <= 1
+    return {str(policy): str(dataclasses.replace(policy, budget=None) if one else policy) for policy in policies}
+
+
+def _print(rows: Rows, names: dict[str, str]) -> None:
     for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
         own = [row for row in rows if (row["task"], row["length"]) == (task, length)]
-        say(f"{task} at {length} tokens, {own[0]['samples']} samples")
+        what = "mean of the tasks" if task == "Avg" else task
+        say(f"{what} at {length} tokens, {own[0]['samples']} samples")
         table = narrow_table("policy")
         titles = ["score", "needle\nheld", "kept\nmass", "less full cache\n[95%]", "p"]
         lazy = any(row["refresh_delta"] is not None for row in own)
@@ -144,12 +176,25 @@ def _print(rows: list[dict[str, Any]]) -> None:
         for title in titles:
             table.add_column(title, justify="right", no_wrap=True, vertical="bottom")
         for row in own:
-            cells = [f"{row['score']:.1f}", _cell(row["survival"]), _cell(row["kept_mass"])]
+            line = [f"{row['score']:.1f}", _cell(row["survival"]), _cell(row["kept_mass"])]
             for name in ("full", "refresh") if lazy else ("full",):
-                cells += _difference(row, name)
-            table.add_row(Text(row["policy"]), *cells)
+                line += _difference(row, name)
+            table.add_row(Text(names[row["policy"]]), *line)
         print_table(table)
-    say("live, greedy; differences on the same samples; p: McNemar's exact test, or permutations for partial scores")
+
+
+def _print_grid(rows: Rows, names: dict[str, str]) -> None:
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        own = {(row["length"], row["depth"]): row for row in rows if row["policy"] == policy}
+        mean = sum(row["rouge_l_f"] for row in own.values()) / len(own)
+        say(f"{names[policy]}: {mean:.2f}, {rows[0]['samples']} samples a cell")
+        table = narrow_table("depth")
+        for length in lengths:
+            table.add_column(str(length), justify="right", no_wrap=True)
+        for depth in dict.fromkeys(depth for _, depth in own):
+            table.add_row(f"{depth:.3g}%", *(f"{own[length, depth]['rouge_l_f']:.2f}" for length in lengths))
+        print_table(table)
 
 
 def _cell(value: float | None) -> str:

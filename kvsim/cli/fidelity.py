@@ -1,95 +1,94 @@
 """``kvsim fidelity``."""
 
+import contextlib
+import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from kvsim_traces import Trace, open_trace
 from rich.text import Text
 
 from kvsim.cli.models import Device, ModelPath, load, need_torch
-from kvsim.cli.options import AsJson, More, Quiet, Traces, find_traces
-from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say, write_json
+from kvsim.cli.options import AsJson, More, PolicyTexts, Quiet, Ratios, Traces, at_ratios, budget_notes, find_traces
+from kvsim.cli.output import narrow_table, new_file, print_json, print_table, progress_bar, say, write_json
 from kvsim.errors import KvsimError
-from kvsim.policy import Policy, parse
-from kvsim.replay import choose_budget, replay
-
-if TYPE_CHECKING:
-    from kvsim.fidelity import Fidelity
+from kvsim.fidelity import Fidelity, check_recording
+from kvsim.fidelity import fidelity as compare
+from kvsim.policy import Policy
+from kvsim.replay import replay
 
 __all__ = ["fidelity"]
 
 COLUMNS = {
-    "budget": "B",
     "jaccard": "Jac-\ncard",
+    "random": "null:\nran-\ndom",
+    "oldest": "null:\nold-\nest",
     "jaccard_last": "at\nend",
-    "random_last": "null:\nrandom",
-    "oldest_last": "null:\noldest",
+    "random_last": "null:\nran-\ndom",
+    "oldest_last": "null:\nold-\nest",
     "same_evictee": "same\nevictee",
-    "kept_mass_open": "kept mass\nreplayed",
-    "kept_mass": "and\nreally",
-    "total_variation": "total\nvariation",
+    "same_evictee_random": "by\nchance",
+    "kept_mass": "kept\nmass",
+    "kept_mass_error": "error",
+    "total_variation": "total\nvar.",
+    "total_variation_most": "most\nlayer",
 }
 
 
 def fidelity(
     model: ModelPath,
-    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
+    policy: PolicyTexts,
     trace: Traces = None,
     more: More = None,
-    compression_ratio: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED, in [0, 1); repeatable; 0.9 by default."),
-    ] = None,
+    compression_ratio: Ratios = None,
     live: Annotated[
         bool, typer.Option("--live", help="Compare with token-by-token decoding instead of the closed loop.")
     ] = False,
     device: Device = None,
-    out: Annotated[Path | None, typer.Option(help="New JSON file for a row of each result, steps included.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="New JSON file of the rows, for `kvsim chart fidelity` too.")
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Compare open-loop replays with closed-loop ones, to see how far their sets can be trusted.
 
     The nulls start from the run's own first eviction, which an open loop has right for free, and then drop tokens at
-    random, or the oldest: what an open loop must beat.
+    random, or the oldest: what an open loop must beat. Kept mass is the run's, error what the replay claims beside it
+    (absolute, averaged over steps). Total variation: between the attention the replay reads and the run's, 0 to 1.
 
     Example: kvsim fidelity --model SmolLM2-135M-Instruct --trace traces/samples/smollm2-needle-512 --policy ema:0.8
     """
     need_torch("kvsim fidelity", "live")
-    budgets = [choose_budget(ratio, None) for ratio in compression_ratio or ["0.9"]]
-    policies = [parse(text).with_budget(budget) for budget in budgets for text in policy]
-    if out is not None and out.exists():
-        raise KvsimError(f"--out {out}: exists already; name a new file")
+    policies = at_ratios(policy, compression_ratio)
     traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
     for recording in traces:
-        if recording.capture == "scores":
-            raise KvsimError(f"{recording.path}: a 'scores' capture has no attention of single heads to compare")
-    network, tokenizer = load(model, dtype="float32", device=device, quiet=quiet or as_json)
+        check_recording(recording)
+    with contextlib.nullcontext() if out is None else new_file(out):
+        network, tokenizer = load(model, dtype="float32", device=device, quiet=quiet or as_json)
 
-    from kvsim.live.match import check_model
+        from kvsim.live.match import check_model
 
-    for recording in traces:
-        check_model(recording, network, tokenizer)
-    found: list[Fidelity] = []
-    for recording in traces:
-        with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
-            own = _compare(network, recording, policies, live=live, advance=advance)
-        found += own
-        if not as_json:
-            _print(recording, policies, own)
-    rows = [one.summary() | {"jaccard_steps": one.steps.tolist()} for one in found]
-    if out is not None:
-        write_json({"results": rows}, out)
+        for recording in traces:
+            check_model(recording, network, tokenizer)
+        rows: list[dict[str, Any]] = []
+        for recording in traces:
+            with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
+                own = _compare(network, recording, policies, live=live, advance=advance)
+            rows += [one.summary() for one in own]
+            if not as_json:
+                _print(recording, policies, own)
+        if out is not None:
+            write_json({"results": rows}, out)
     if as_json:
         print_json({"results": rows})
-    else:
-        against = "token-by-token decoding" if live else "closed loop"
-        say(f"open loop against {against}; nulls start from the run's first set and drop at random, or the oldest")
+        return
+    against = "token-by-token decoding" if live else "closed loop"
+    say(f"open loop against {against}; nulls start from the run's first eviction; {budget_notes(compression_ratio)}")
 
 
-def _compare(network: Any, recording: Trace, policies: list[Policy], *, live: bool, advance: Any) -> "list[Fidelity]":
-    from kvsim.fidelity import fidelity as compare
+def _compare(network: Any, recording: Trace, policies: list[Policy], *, live: bool, advance: Any) -> list[Fidelity]:
     from kvsim.live import decode, prefill
     from kvsim.live.closed_loop import closed_loop
     from kvsim.live.prefix import recorded_tokens
@@ -112,14 +111,13 @@ def _compare(network: Any, recording: Trace, policies: list[Policy], *, live: bo
     ]
 
 
-def _print(recording: Trace, policies: list[Policy], found: "list[Fidelity]") -> None:
+def _print(recording: Trace, policies: list[Policy], found: list[Fidelity]) -> None:
     say(f"{recording.path.name}: prompt {recording.prompt_length}, steps {recording.num_steps}")
     table = narrow_table("policy")
-    for title in COLUMNS.values():
+    for title in ("B", *COLUMNS.values()):
         table.add_column(title, justify="right", no_wrap=True, vertical="bottom")
     for policy, one in zip(policies, found, strict=True):
-        row = one.summary()
-        cells = [f"{row['budget']:.10g}"]
-        cells += ["-" if row[name] is None else f"{row[name]:.3f}" for name in list(COLUMNS)[1:]]
-        table.add_row(Text(str(policy)), *cells)
+        values = [getattr(one, name) for name in COLUMNS]
+        cells = [f"{one.budget:.10g}", *("-" if value is None else f"{value:.3f}" for value in values)]
+        table.add_row(Text(str(dataclasses.replace(policy, budget=None))), *cells)
     print_table(table)

@@ -11,6 +11,7 @@ import typer
 
 from kvsim.cli.output import say, stderr
 from kvsim.errors import KvsimError
+from kvsim.questions import chat_text
 
 __all__ = [
     "Chat",
@@ -94,16 +95,7 @@ def read_text(file: str, option: str) -> str:
 
 
 def encode(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
-    """Turn a prompt into tokens, in the model's chat template if asked.
-
-    Raises
-    ------
-    KvsimError
-        If there is no template.
-    """
+    """Turn a prompt into tokens, in the model's chat template if asked."""
     if chat:
-        if tokenizer.chat_template is None:
-            raise KvsimError("--chat: the model's tokenizer has no chat template")
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        text = chat_text(tokenizer, text)
     return list(tokenizer(text, add_special_tokens=not chat).input_ids)

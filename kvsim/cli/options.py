@@ -10,6 +10,8 @@ from kvsim.budget import Budget
 from kvsim.engines import ENGINES
 from kvsim.engines.outcome import Mode
 from kvsim.errors import KvsimError
+from kvsim.policy import Policy, parse
+from kvsim.replay import choose_budget
 
 __all__ = [
     "AsJson",
@@ -18,10 +20,14 @@ __all__ = [
     "EngineMode",
     "EngineName",
     "More",
+    "PolicyTexts",
     "Quiet",
+    "Ratios",
     "Shadow",
     "Traces",
+    "at_ratios",
     "budget_note",
+    "budget_notes",
     "find_traces",
 ]
 
@@ -32,6 +38,11 @@ More = Annotated[list[str] | None, typer.Argument(metavar="[TRACE]...", help="Tr
 CompressionRatio = Annotated[
     str | None,
     typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED, in [0, 1); 0.9 unless --budget is given."),
+]
+PolicyTexts = Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")]
+Ratios = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED, in [0, 1); repeatable; 0.9 by default."),
 ]
 BudgetText = Annotated[
     str | None, typer.Option(metavar="TOKENS|PERCENT", help="Tokens to keep: 2048, or 10% of the prompt.")
@@ -69,8 +80,23 @@ def find_traces(patterns: list[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def at_ratios(policies: list[str], ratios: list[str] | None) -> list[Policy]:
+    """Give every policy at every compression ratio, each once; a budget of its own beats them."""
+    budgets = _budgets(ratios)
+    return list(dict.fromkeys(parse(text).with_budget(budget) for budget in budgets for text in policies))
+
+
 def budget_note(budget: Budget) -> str:
     """Say below a table what B is: a share of the prompt with its compression ratio, or a number of tokens."""
     if budget.keep_ratio is None:
         return f"B: {budget} tokens"
     return f"B: {budget} of the prompt (compression_ratio {1 - budget.keep_ratio})"
+
+
+def budget_notes(ratios: list[str] | None) -> str:
+    """Say the same of several compression ratios."""
+    return "; ".join(map(budget_note, _budgets(ratios)))
+
+
+def _budgets(ratios: list[str] | None) -> list[Budget]:
+    return [choose_budget(ratio) for ratio in ratios] if ratios else [choose_budget()]

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from kvsim.errors import KvsimError
+from kvsim.results_file import locked
 
 __all__ = [
     "ErrorGroup",
     "console",
     "fail",
     "narrow_table",
+    "new_file",
     "preview",
     "print_json",
     "print_table",
@@ -32,6 +34,7 @@ __all__ = [
     "say",
     "stderr",
     "write_json",
+    "write_lines",
 ]
 
 MOST_COLUMNS = 1000
@@ -68,6 +71,21 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
+@contextmanager
+def new_file(out: Path) -> Iterator[None]:
+    """Make sure, before anything long runs, that a new file can be written; it is held until the block ends.
+
+    Raises
+    ------
+    KvsimError
+        If there is such a file, nobody can write there, or another process is about to.
+    """
+    if out.exists():
+        raise KvsimError(f"--out {out}: exists already; name a new file")
+    with locked(out):
+        yield
+
+
 def write_json(value: Any, out: Path) -> None:
     """Write a JSON document to a new file, whole or not at all.
 
@@ -76,8 +94,19 @@ def write_json(value: Any, out: Path) -> None:
     KvsimError
         If it cannot be written.
     """
+    write_lines([json.dumps(value, indent=2, allow_nan=False).encode()], out)
+
+
+def write_lines(lines: Sequence[bytes], out: Path) -> None:
+    """Write a file, whole or not at all.
+
+    Raises
+    ------
+    KvsimError
+        If it cannot be written.
+    """
     try:
-        write_whole(out, [json.dumps(value, indent=2, allow_nan=False).encode()])
+        write_whole(out, lines)
     except OSError as error:
         raise KvsimError(f"{out}: cannot be written ({os_reason(error)})") from error
 

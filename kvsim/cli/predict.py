@@ -1,18 +1,18 @@
-"""``kvsim predict``."""
+"""``kvsim predict``, and ``kvsim analyze prediction``."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvsim.cli.models import Chat, Device, Dtype, ModelPath, load, need_torch
-from kvsim.cli.options import AsJson, Quiet
-from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
+from kvsim.cli.options import AsJson, PolicyTexts, Quiet, Ratios, at_ratios
+from kvsim.cli.output import narrow_table, new_file, print_json, print_table, progress_bar, say, write_lines
 from kvsim.errors import KvsimError
-from kvsim.policy import parse
-from kvsim.replay import choose_budget
+from kvsim.predictions import prediction as measure
+from kvsim.predictions import read_predictions
+from kvsim.tasks import find_task
 
 __all__ = ["predict", "prediction"]
 
@@ -20,17 +20,14 @@ __all__ = ["predict", "prediction"]
 def predict(
     model: ModelPath,
     task: Annotated[list[str], typer.Option(metavar="TASK", help="A task of `kvsim tasks`; repeatable.")],
-    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
+    policy: PolicyTexts,
     out: Annotated[Path, typer.Option(metavar="FILE", help="New file of JSON lines, a row a sample and policy.")],
     samples: Annotated[int, typer.Option(help="Samples of each task.")] = 20,
     length: Annotated[
         list[int] | None, typer.Option(metavar="TOKENS", help="Tokens of prompt and answer; repeatable; 512.")
     ] = None,
-    compression_ratio: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED, in [0, 1); repeatable; 0.9 by default."),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the samples.")] = 0,
+    compression_ratio: Ratios = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, metavar="N", help="Seed of the samples.")] = 0,
     answer_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens to generate.")] = 32,
     shard: Annotated[
         str, typer.Option(metavar="I/N", help="Every N-th sample from the I-th: one of N processes.")
@@ -50,42 +47,37 @@ def predict(
     if samples < 1:
         raise KvsimError(f"--samples must be at least 1, got {samples}")
     first, of = _shard(shard)
-    if out.exists():
-        raise KvsimError(f"--out {out}: exists already; name a new file")
-    from kvsim.tasks import find_task
-
-    tasks = [find_task(name) for name in task]
-    budgets = [choose_budget(ratio, None) for ratio in compression_ratio or ["0.9"]]
-    policies = [parse(text).with_budget(budget) for budget in budgets for text in policy]
-    network, tokenizer = load(model, dtype=dtype or "float32", device=device, quiet=quiet)
-
-    from kvsim_traces.files import os_reason, write_whole
-
-    from kvsim.predict import predict_rows
-
     indices = range(first - 1, samples, of)
+    tasks = list(dict.fromkeys(find_task(name) for name in task))
+    policies = at_ratios(policy, compression_ratio)
     lines: list[bytes] = []
-    for one in tasks:
-        for tokens in length or [512]:
-            answers = predict_rows(
-                network,
-                tokenizer,
-                one,
-                policies,
-                length=tokens,
-                indices=indices,
-                seed=seed,
-                chat=chat,
-                answer_tokens=answer_tokens,
-            )
-            with progress_bar(f"{one.name} at {tokens}", quiet=quiet) as advance:
-                for done, rows in enumerate(answers, start=1):
-                    lines += [json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows]
-                    advance(done, len(indices))
-    try:
-        write_whole(out, lines)
-    except OSError as error:
-        raise KvsimError(f"{out}: cannot be written ({os_reason(error)})") from error
+    with new_file(out):
+        network, tokenizer = load(model, dtype=dtype or "float32", device=device, quiet=quiet)
+
+        from kvsim_traces.facts import weights_hash
+
+        from kvsim.predict import predict_rows
+
+        identity = weights_hash(network)
+        for one in tasks:
+            for tokens in dict.fromkeys(length or [512]):
+                answers = predict_rows(
+                    network,
+                    tokenizer,
+                    one,
+                    policies,
+                    length=tokens,
+                    indices=indices,
+                    seed=seed,
+                    chat=chat,
+                    model_hash=identity,
+                    answer_tokens=answer_tokens,
+                )
+                with progress_bar(f"{one.name} at {tokens}", quiet=quiet) as advance:
+                    for done, rows in enumerate(answers, start=1):
+                        lines += [json.dumps(row, allow_nan=False).encode() + b"\n" for row in rows]
+                        advance(done, len(indices))
+        write_lines(lines, out)
     say(f"wrote {out}: {len(lines)} rows")
 
 
@@ -95,63 +87,39 @@ def prediction(
 ) -> None:
     """Say how well replays predict live answers: which policy is better, and which answer is right.
 
-    rank: Spearman's correlation over policies of the mean score with the mean predictor, with 95% bootstrap intervals
-    over samples. AUC: of two policies on one sample with different scores, how often the predictor is higher (for the
-    output error: lower) for the better one; 0.5 is chance.
+    rank: Spearman's correlation over policies of the mean score with the mean predictor. AUC: of two policies on one
+    sample with different scores, how often the predictor is higher (for the output error: lower) for the better one;
+    0.5 is chance. In brackets: 95% bootstrap intervals over samples.
 
     Example: kvsim analyze prediction rows.jsonl
     """
-    from kvsim.predict import prediction as measure
-
-    rows = list(_rows(files))
-    found = measure(rows)
+    found = measure(read_predictions(files))
     if as_json:
         print_json({"results": found})
         return
-    table = narrow_table("predictor")
-    for name in ("task", "length", "B", "samples", "policies", "rank", "95%", "AUC", "pairs"):
-        table.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
-    for row in found:
-        rho, low, high = (row[f"rank_correlation{end}"] for end in ("", "_low", "_high"))
-        table.add_row(
-            row["predictor"],
-            row["task"],
-            str(row["length"]),
-            row["budget"],
-            str(row["samples"]),
-            str(row["policies"]),
-            "-" if rho is None else f"{rho:.2f}",
-            "-" if low is None else f"[{low:.2f}, {high:.2f}]",
-            "-" if row["auc"] is None else f"{row['auc']:.3f}",
-            str(row["pairs"]),
-        )
-    print_table(table)
+    for setting in dict.fromkeys((row["task"], row["length"], row["budget"]) for row in found):
+        own = [row for row in found if (row["task"], row["length"], row["budget"]) == setting]
+        task, length, budget = setting
+        say(f"{task} at {length} tokens, B = {budget}: {own[0]['samples']} samples, {own[0]['policies']} policies")
+        table = narrow_table("predictor")
+        for name in ("rank", "AUC", "pairs"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in own:
+            numbers = [_with_interval(row, name) for name in ("rank_correlation", "auc")]
+            table.add_row(row["predictor"].replace("_", " "), *numbers, str(row["pairs"]))
+        print_table(table)
+    say("rank: Spearman over policies; AUC over pairs of policies on one sample, 0.5 is chance; [95% intervals]")
 
 
-def _rows(files: Iterable[Path]) -> Iterable[dict[str, Any]]:
-    from kvsim.predict import PREDICTORS
-
-    for file in files:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise KvsimError(f"{file}: cannot be read ({error.strerror or error})") from error
-        except UnicodeDecodeError:
-            raise KvsimError(f"{file}: not UTF-8 text") from None
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                raise KvsimError(f"{file}: line {number} is not JSON") from None
-            needed = ("task", "length", "index", "policy", "score", *PREDICTORS)
-            missing = [name for name in needed if not isinstance(row, dict) or name not in row]
-            if missing:
-                raise KvsimError(f"{file}: line {number} is not a row of kvsim predict: it has no {missing[0]!r}")
-            yield row
+def _with_interval(row: dict[str, Any], name: str) -> str:
+    value, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
+    if value is None:
+        return "-"
+    return f"{value:.2f}" + ("" if low is None else f" [{low:.2f}, {high:.2f}]")
 
 
 def _shard(text: str) -> tuple[int, int]:
     first, _, of = text.partition("/")
-    if not (first.isdigit() and of.isdigit() and 1 <= int(first) <= int(of)):
+    if not (first.isdecimal() and of.isdecimal() and 1 <= int(first) <= int(of)):
         raise KvsimError(f"--shard must be I/N with I from 1 to N, such as 3/8, got {text!r}")
     return int(first), int(of)

@@ -8,6 +8,7 @@ import typer
 from kvsim.cli.models import load_tokenizer, need_torch
 from kvsim.cli.options import AsJson
 from kvsim.cli.output import narrow_table, print_json, print_table, say
+from kvsim.questions import counter
 from kvsim.tasks import RULER, TASKS, Sample, count_words, find_task
 from kvsim.tasks.sample import CountTokens
 from kvsim.tasks.task import Task
@@ -95,4 +96,4 @@ def _counter(model: Path) -> CountTokens:
     """Give a function that counts tokens with a model's tokenizer."""
     need_torch("--tokenizer", "record")
     tokenizer = load_tokenizer(model)
-    return lambda text: len(tokenizer(text).input_ids)
+    return counter(tokenizer, chat=False)

@@ -10,7 +10,7 @@ github.com/NVIDIA/RULER (Apache-2.0). Definitions and wording are its own; texts
 so a score here says the same kind of thing as one of RULER's, but is not comparable to the digit.
 """
 
-from kvsim.tasks.grid import grid, grid_table
+from kvsim.tasks.grid import grid, grid_table, needle_at
 from kvsim.tasks.registry import RULER, TASKS, find_task
 from kvsim.tasks.sample import Sample, count_words
 from kvsim.tasks.scoring import score, task_score
@@ -25,6 +25,7 @@ __all__ = [
     "find_task",
     "grid",
     "grid_table",
+    "needle_at",
     "score",
     "task_score",
 ]

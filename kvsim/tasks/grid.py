@@ -1,7 +1,7 @@
 """A needle in a haystack over a grid of lengths and depths, scored by ROUGE-L."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvsim.errors import KvsimError
@@ -12,7 +12,7 @@ from kvsim.tasks.scoring import postprocess
 from kvsim.tasks.task import Draw, Plan, Task
 from kvsim.tasks.words import prose
 
-__all__ = ["Cell", "Needle", "grid", "grid_table"]
+__all__ = ["Cell", "Needle", "grid", "grid_table", "needle_at"]
 
 _CITIES = [
     "Lisbon",
@@ -153,14 +153,29 @@ def grid(
     """
     if not lengths or not depths or samples < 1:
         raise KvsimError("a grid needs at least one length, one depth and one sample a cell")
-    for depth in depths:
-        if not 0 <= depth <= 100:
-            raise KvsimError(f"a depth is a percentage from 0 to 100, got {depth}")
+    tasks = [needle_at(depth) for depth in depths]
     for length in lengths:
-        for depth in depths:
-            task = replace(Needle("needle"), depth=depth)
+        for depth, task in zip(depths, tasks, strict=True):
             made = tuple(task.sample(index, length, count_tokens, seed=seed) for index in range(samples))
             yield Cell(length, float(depth), made)
+
+
+def needle_at(depth: float) -> Needle:
+    """Give the needle task of one row of the grid.
+
+    Parameters
+    ----------
+    depth : float
+        Percent of the sentences before the needle.
+
+    Raises
+    ------
+    KvsimError
+        If it lies outside 0 to 100.
+    """
+    if not 0 <= depth <= 100:
+        raise KvsimError(f"a depth is a percentage from 0 to 100, got {depth}")
+    return Needle("needle", depth=float(depth))
 
 
 def grid_table(cells: Sequence[Cell], predictions: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
