@@ -113,7 +113,7 @@ def _compare(network: Any, recording: Trace, policies: list[Policy], *, live: bo
 
 def _print(recording: Trace, policies: list[Policy], found: list[Fidelity]) -> None:
     say(f"{recording.path.name}: prompt {recording.prompt_length}, steps {recording.num_steps}")
-    table = narrow_table("policy")
+    table = narrow_table("policy", gap=1)
     for title in ("B", *COLUMNS.values()):
         table.add_column(title, justify="right", no_wrap=True, vertical="bottom")
     for policy, one in zip(policies, found, strict=True):

@@ -116,9 +116,9 @@ def say(line: str, *, to: Console = console, style: str | None = None) -> None:
     to.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def narrow_table(first: str) -> Table:
-    """Give an empty table whose first column, `first`, folds where the others need the room."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+def narrow_table(first: str, *, gap: int = 2) -> Table:
+    """Give an empty table, columns `gap` apart, whose first one, `first`, folds where the others need the room."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column(first, overflow="fold", min_width=16, vertical="bottom")
     return table
 
