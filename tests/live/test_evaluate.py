@@ -116,7 +116,9 @@ def test_a_hash_of_what_is_asked_and_what_is_right():
 
 def test_answers_are_those_of_decoding(model):
     network, tokenizer = model
-    (rows,) = evaluate(network, tokenizer, TASKS["niah_single_1"], POLICIES, length=LENGTH, indices=[1], answer_tokens=5)
+    (rows,) = evaluate(
+        network, tokenizer, TASKS["niah_single_1"], POLICIES, length=LENGTH, indices=[1], answer_tokens=5
+    )
     sample = sample_of("niah_single_1", tokenizer, chat=False, index=1)
     question = ask(tokenizer, sample, chat=False)
     prefix = prefill(network, question.tokens)

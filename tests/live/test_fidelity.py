@@ -180,7 +180,18 @@ def test_closed_and_live_give_the_same_numbers(folder, recorded):
 
 
 def test_the_command(folder, recorded, tmp_path):
-    words = ["fidelity", recorded.path, "--model", folder, "--policy", "ema:0.8", "--policy", "tova", "--policy", "full"]
+    words = [
+        "fidelity",
+        recorded.path,
+        "--model",
+        folder,
+        "--policy",
+        "ema:0.8",
+        "--policy",
+        "tova",
+        "--policy",
+        "full",
+    ]
     words += ["--compression-ratio", 0.8, "--compression-ratio", 0.5]
     out = tmp_path / "new" / "rows.json"
     found = run_json(*words, "--out", out)["results"]
