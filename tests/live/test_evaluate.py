@@ -1,6 +1,7 @@
 """Questions as tokens, where their needles stand, and answers under policies."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_needles_are_the_tokens_of_the_values(make, chat, task):
         value = sample.input[first:last]
         assert needle == list(range(needle[0], needle[-1] + 1))
         assert tokenizer.decode([question.tokens[at] for at in needle]).strip() == value
-    assert question.needle_positions == sorted(sum(question.needles, []))
+    assert question.needle_positions == sorted(itertools.chain(*question.needles))
     whole = tokenizer.decode(question.tokens)
     assert whole.endswith(sample.prefix)
     assert sample.input in whole

@@ -175,7 +175,7 @@ def test_what_is_not_one_table():
         comparisons([*rows, row(score=0.0)])
     with pytest.raises(KvsimError, match=r"ema:0.8/budget=10% on niah_single_1: does not have the same samples"):
         comparisons(rows[:3])
-    with pytest.raises(KvsimError, match="ema:0.8/budget=10% on vt: does not have"):
+    with pytest.raises(KvsimError, match=r"ema:0.8/budget=10% on vt: does not have"):
         comparisons([*rows, row(EMA, task="vt")])
 
 

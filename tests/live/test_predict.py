@@ -127,7 +127,7 @@ def test_the_order_of_the_rows_means_nothing():
     rng = np.random.default_rng(3)
     rows = rows_of(rng.integers(2, size=(9, 3)) * 100.0, open_kept_mass=rng.random((9, 3)))
     shards = [[r for r in rows if r["index"] % 3 == part] for part in (2, 0, 1)]
-    assert prediction(sum(shards, [])) == prediction(rows)
+    assert prediction([*itertools.chain(*shards)]) == prediction(rows)
 
 
 def test_budgets_tasks_and_lengths_are_apart():
@@ -155,7 +155,7 @@ def test_what_is_not_one_table():
         prediction([])
     with pytest.raises(KvsimError, match="vt at 512: every sample must have a row of every policy"):
         prediction(rows[:-1])
-    with pytest.raises(KvsimError, match="sample 0 has two rows of ema:0.5"):
+    with pytest.raises(KvsimError, match=r"sample 0 has two rows of ema:0.5"):
         prediction([*rows, rows[0]])
     # another seed's samples are others
     assert prediction([*rows, *(r | {"seed": 1} for r in rows)])[0]["samples"] == 4
@@ -281,6 +281,10 @@ def test_the_open_loop_is_a_replay_of_the_full_cache_s_recording(folder, tmp_pat
         assert row_["open_output_error"] == pytest.approx(replayed.summary()["output_error"], abs=2e-3)
         survived = (replayed.evicted_at[:, question.needle_positions] < 0).mean()
         assert row_["open_survival"] == pytest.approx(survived, abs=0.05)
+
+
+def key_of(row):
+    return row["index"], row["policy"]
 
 
 def test_shards_together_are_the_whole(folder, tmp_path):
