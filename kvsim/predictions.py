@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
@@ -28,39 +28,57 @@ PREDICTORS = {
 
 LEVEL = 0.95
 RESAMPLES = 1000
-ONE = ("model_hash", "chat", "answer_tokens", "version")
-"""What rows of one table have in common."""
+ONE = ("model_hash", "chat", "version")
+"""What rows of one table have in common; those of one task and length have ``answer_tokens`` as well."""
 
 Row = Mapping[str, Any]
 Numbers = npt.NDArray[np.float64]
 
 
 def read_predictions(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Read files of rows, a JSON object a line, as ``kvsim predict`` writes them.
+    """Read files of rows: a JSON object a line, as ``kvsim predict`` writes them, or Parquet of the same.
 
     Raises
     ------
     KvsimError
-        Naming the file and line, if one cannot be read or holds something else.
+        Naming the file and the line or row, if one cannot be read or holds something else.
     """
     rows = []
     for file in files:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise KvsimError(f"{file}: cannot be read ({error.strerror or error})") from error
-        except UnicodeDecodeError:
-            raise KvsimError(f"{file}: not UTF-8 text") from None
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                raise KvsimError(f"{file}: line {number} is not JSON") from None
+        parquet = file.suffix == ".parquet"
+        for number, row in enumerate(_parquet(file) if parquet else _lines(file), start=1):
             fault = _fault(row)
             if fault is not None:
-                raise KvsimError(f"{file}: line {number} is not a row of kvsim predict: it has no {fault!r}")
+                where = f"{file}: {'row' if parquet else 'line'} {number}"
+                raise KvsimError(f"{where} is not a row of kvsim predict: it has no {fault!r}")
             rows.append(row)
     return rows
+
+
+def _lines(file: Path) -> Iterator[Any]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise KvsimError(f"{file}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError:
+        raise KvsimError(f"{file}: not UTF-8 text") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            raise KvsimError(f"{file}: line {number} is not JSON") from None
+
+
+def _parquet(file: Path) -> list[dict[str, Any]]:
+    import polars as pl
+
+    try:
+        with open(file, "rb") as source:
+            return pl.read_parquet(source).to_dicts()
+    except OSError as error:
+        raise KvsimError(f"{file}: cannot be read ({error.strerror or error})") from error
+    except pl.exceptions.PolarsError:
+        raise KvsimError(f"{file}: is not a whole Parquet file") from None
 
 
 def _fault(row: Any) -> str | None:
@@ -107,9 +125,7 @@ def prediction(rows: Items[Row], *, resamples: int = RESAMPLES, seed: int = 0) -
     if not rows:
         raise KvsimError("there are no rows to compare")
     for name in ONE:
-        kinds = dict.fromkeys(str(row.get(name)) for row in rows)
-        if len(kinds) > 1:
-            raise KvsimError(f"rows of one {name} can be compared, got {', '.join(kinds)}")
+        _check_one(name, rows)
     found: list[dict[str, Any]] = []
     for setting in dict.fromkeys(map(_setting, rows)):
         task, length, budget = setting
@@ -121,6 +137,7 @@ def prediction(rows: Items[Row], *, resamples: int = RESAMPLES, seed: int = 0) -
             if key in by_key:
                 raise KvsimError(f"{task} at {length}: sample {row['index']} has two rows of {row['policy']}")
             by_key[key] = row
+        _check_one("answer_tokens", list(by_key.values()))
         samples = sorted({sample for sample, _ in by_key})
         policies = list(dict.fromkeys(policy for _, policy in by_key))
         if len(by_key) != len(policies) * len(samples):
@@ -171,6 +188,12 @@ def auc(scores: Numbers, values: Numbers) -> tuple[int, float | None]:
     equal = values[:, :, None] == values[:, None, :]
     pairs = int(better.sum())
     return pairs, float((higher[better].sum() + equal[better].sum() / 2) / pairs) if pairs else None
+
+
+def _check_one(name: str, rows: Items[Row]) -> None:
+    kinds = dict.fromkeys(str(row.get(name)) for row in rows)
+    if len(kinds) > 1:
+        raise KvsimError(f"rows of one {name} can be compared, got {', '.join(kinds)}")
 
 
 def _setting(row: Row) -> tuple[str, int, str]:

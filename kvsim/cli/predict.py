@@ -10,8 +10,8 @@ from kvsim.cli.models import Chat, Device, Dtype, ModelPath, load, need_torch
 from kvsim.cli.options import AsJson, PolicyTexts, Quiet, Ratios, at_ratios
 from kvsim.cli.output import narrow_table, new_file, print_json, print_table, progress_bar, say, write_lines
 from kvsim.errors import KvsimError
+from kvsim.predictions import PREDICTORS, read_predictions
 from kvsim.predictions import prediction as measure
-from kvsim.predictions import read_predictions
 from kvsim.tasks import find_task
 
 __all__ = ["predict", "prediction"]
@@ -82,21 +82,57 @@ def predict(
 
 
 def prediction(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON lines of `kvsim predict`.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Rows of `kvsim predict`, also as Parquet.")],
+    budget: Annotated[
+        list[str] | None, typer.Option(metavar="B", help="Only policies of this budget, such as 50%; repeatable.")
+    ] = None,
+    intervals: Annotated[
+        bool, typer.Option("--intervals", help="A table for each task, length and budget, with 95% intervals.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say how well replays predict live answers: which policy is better, and which answer is right.
 
-    rank: Spearman's correlation over policies of the mean score with the mean predictor. AUC: of two policies on one
-    sample with different scores, how often the predictor is higher (for the output error: lower) for the better one;
-    0.5 is chance. In brackets: 95% bootstrap intervals over samples.
+    AUC: of two policies of one budget on one sample with different scores, how often the predictor is higher (for the
+    output error: lower) for the better one; 0.5 is chance. Rank: Spearman's correlation over policies of the mean
+    score with the mean predictor.
 
-    Example: kvsim analyze prediction rows.jsonl
+    Example: kvsim analyze prediction notebooks/data/predict_smollm2.parquet --budget 50%
     """
     found = measure(read_predictions(files))
+    budgets = list(dict.fromkeys(row["budget"] for row in found))
+    for one in budget or []:
+        if one not in budgets:
+            raise KvsimError(f"--budget {one}: no rows of it (there are: {', '.join(budgets)})")
+    found = [row for row in found if row["budget"] in (budget or budgets)]
     if as_json:
         print_json({"results": found})
         return
+    if intervals:
+        _print_settings(found)
+        return
+    for kept in dict.fromkeys(row["budget"] for row in found):
+        own = [row for row in found if row["budget"] == kept]
+        _print_overview(own, "auc", f"B = {kept}: AUC over pairs of policies on one sample, 0.5 is chance")
+        _print_overview(own, "rank_correlation", f"B = {kept}: rank correlation over policies")
+    say("live answers, greedy; predictors from open and closed replays of the full cache's own answers")
+
+
+def _print_overview(rows: list[dict[str, Any]], measure: str, title: str) -> None:
+    say(title)
+    table = narrow_table("task")
+    for name in ("length", "samples", "policies", "pairs", *(name.replace("_", "\n") for name in PREDICTORS)):
+        table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+    for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
+        own = {row["predictor"]: row for row in rows if (row["task"], row["length"]) == (task, length)}
+        first = next(iter(own.values()))
+        cells = [str(first[name]) for name in ("length", "samples", "policies", "pairs")]
+        values = [own[name][measure] if name in own else None for name in PREDICTORS]
+        table.add_row(task, *cells, *("-" if value is None else f"{value:.2f}" for value in values))
+    print_table(table)
+
+
+def _print_settings(found: list[dict[str, Any]]) -> None:
     for setting in dict.fromkeys((row["task"], row["length"], row["budget"]) for row in found):
         own = [row for row in found if (row["task"], row["length"], row["budget"]) == setting]
         task, length, budget = setting

@@ -216,7 +216,7 @@ def test_the_table(tmp_path):
     rows = rows_of([[100, 100, 0], [100, 0, 0]], open_kept_mass=[[0.9, 0.8, 0.1]] * 2)
     rows = [r | {"open_survival": None, "closed_survival": None} for r in rows]
     file.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    printed = run("analyze", "prediction", file).stdout.splitlines()
+    printed = run("analyze", "prediction", file, "--intervals").stdout.splitlines()
     assert printed[0] == "vt at 512 tokens, B = 10%: 2 samples, 3 policies"
     assert [line.split() for line in printed[1:6] if line.split() and "─" not in line] == [
         ["predictor", "rank", "AUC", "pairs"],
