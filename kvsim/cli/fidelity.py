@@ -22,11 +22,11 @@ __all__ = ["fidelity"]
 
 COLUMNS = {
     "jaccard": "Jac-\ncard",
-    "random": "null:\nran-\ndom",
-    "oldest": "null:\nold-\nest",
+    "random": "null:\nrandom",
+    "oldest": "null:\noldest",
     "jaccard_last": "at\nend",
-    "random_last": "null:\nran-\ndom",
-    "oldest_last": "null:\nold-\nest",
+    "random_last": "null:\nrandom",
+    "oldest_last": "null:\noldest",
     "same_evictee": "same\nevictee",
     "same_evictee_random": "by\nchance",
     "kept_mass": "kept\nmass",
