@@ -1,26 +1,24 @@
 """How far an open-loop replay can be trusted: its sets beside those of a run whose evicted tokens are really gone."""
 
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from kvsim_traces import Trace
 
-from kvsim.correlation import jaccard
 from kvsim.errors import KvsimError
+from kvsim.nulls import at_random, null_sets, oldest_first, overlap, sets_of
 from kvsim.plan import FloatArray
 from kvsim.result import Result
 
-__all__ = ["SEEDS", "Fidelity", "check_recording", "fidelity"]
+__all__ = ["SEEDS", "Fidelity", "check_recording", "fidelity", "read_fidelity"]
 
 SEEDS = 20
 """Draws of the random null."""
-
-BoolArray = npt.NDArray[np.bool_]
-Positions = npt.NDArray[np.intp]
-Drop = Callable[[Positions, int], Positions]
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,12 @@ class Fidelity:
         recording's float16 queries and keys has some 0.001 of it by rounding alone.
     total_variation_most : float
         In the layer with the largest.
+    layers : list of int
+        The K eligible layers.
     steps, random_steps, oldest_steps : array
         [T] Jaccard after each step: the replay's, and the nulls'.
     by_layer : array
-        [K] total variation of each eligible layer.
+        [K] total variation of each of `layers`.
     """
 
     policy: str
@@ -82,6 +82,7 @@ class Fidelity:
     kept_mass_error: float
     total_variation: float
     total_variation_most: float
+    layers: list[int]
     steps: FloatArray = field(repr=False, compare=False)
     random_steps: FloatArray = field(repr=False, compare=False)
     oldest_steps: FloatArray = field(repr=False, compare=False)
@@ -143,11 +144,10 @@ def fidelity(replayed: Result, run: Result, recorded: Trace, seen: Trace, *, see
     shapes = replayed.evicted_at.shape, run.evicted_at.shape
     if replayed.policy != run.policy or shapes[0] != shapes[1] or replayed.prompt_length != run.prompt_length:
         raise KvsimError(f"cannot compare {replayed.policy} with {run.policy}: not one policy on one sequence")
-    own, theirs = _sets(replayed), _sets(run)
-    first = np.where(run.evicted_at < 0, run.num_steps, run.evicted_at).min(axis=1)
-    draws = [_overlap(_null(theirs, first, run.prompt_length, _random(seed)), theirs) for seed in range(seeds)]
-    steps, random = _overlap(own, theirs), np.mean(draws, axis=0)
-    oldest = _overlap(_null(theirs, first, run.prompt_length, _oldest), theirs)
+    own, theirs = sets_of(replayed), sets_of(run)
+    draws = [overlap(null_sets(run, at_random(seed)), theirs) for seed in range(seeds)]
+    steps, random = overlap(own, theirs), np.mean(draws, axis=0)
+    oldest = overlap(null_sets(run, oldest_first), theirs)
     claimed, had = replayed.outcome.metrics["kept_mass"], run.outcome.metrics["kept_mass"]
     same, chance = _same_evictee(replayed, run)
     by_layer = _total_variation(run, recorded, seen)
@@ -171,6 +171,7 @@ def fidelity(replayed: Result, run: Result, recorded: Trace, seen: Trace, *, see
         kept_mass_error=float(np.abs(claimed - had).mean()),
         total_variation=float(by_layer.mean()),
         total_variation_most=float(by_layer.max()),
+        layers=list(run.plan.groups.layers),
         steps=steps,
         random_steps=random,
         oldest_steps=oldest,
@@ -178,40 +179,53 @@ def fidelity(replayed: Result, run: Result, recorded: Trace, seen: Trace, *, see
     )
 
 
-def _sets(result: Result) -> BoolArray:
-    """Give the retained sets R_0 to R_T, [T + 1, G, L0 + T]."""
-    steps = np.arange(result.num_steps + 1)[:, None, None]
-    there = np.arange(result.evicted_at.shape[1]) < result.prompt_length + steps
-    gone = (result.evicted_at >= 0) & (result.evicted_at <= steps)
-    sets: BoolArray = there & ~gone
-    return sets
+def read_fidelity(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Read rows that ``kvsim fidelity --out`` wrote: `Fidelity.summary` of each.
+
+    Raises
+    ------
+    KvsimError
+        If a file cannot be read or holds something else.
+    """
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise KvsimError(f"{file}: cannot be read ({error.strerror or error})") from error
+        except ValueError:
+            raise KvsimError(f"{file}: is not JSON") from None
+        own = found.get("results") if isinstance(found, dict) else None
+        if not isinstance(own, list) or not own:
+            raise KvsimError(f"{file}: is not a file of kvsim fidelity: it has no results")
+        for row in own:
+            _check_row(file, row)
+        rows += own
+    return rows
 
 
-def _overlap(own: BoolArray, theirs: BoolArray) -> FloatArray:
-    """Mean over groups of the Jaccard index after steps 1 to T, [T]."""
-    means: FloatArray = jaccard(own[1:], theirs[1:]).mean(axis=-1)
-    return means
+def _check_row(file: Path, row: Any) -> None:
+    what = f"{file}: is not a file of kvsim fidelity"
+    if not isinstance(row, dict):
+        raise KvsimError(f"{what}: a result is no object")
+    for name in ("policy", "trace", "loop"):
+        if not isinstance(row.get(name), str):
+            raise KvsimError(f"{what}: a result has no text {name!r}")
+    for names in (("jaccard_steps", "random_steps", "oldest_steps"), ("layers", "total_variation_by_layer")):
+        lengths = set()
+        for name in names:
+            values = row.get(name)
+            if not isinstance(values, list) or not values or not all(map(_is_number, values)):
+                raise KvsimError(f"{what}: a result has no numbers {name!r}")
+            lengths.add(len(values))
+        if len(lengths) > 1:
+            raise KvsimError(f"{what}: {' and '.join(names)} are not of one length")
+    if not _is_number(row.get("budget")):
+        raise KvsimError(f"{what}: a result has no numbers 'budget'")
 
 
-def _null(sets: BoolArray, first: npt.NDArray[np.int32], prompt: int, drop: Drop) -> BoolArray:
-    """Follow each group's sets up to its first eviction; then append a step's position, and drop as many as they do."""
-    null = sets.copy()
-    for g, start in enumerate(first.tolist()):
-        for t in range(start + 1, len(sets)):
-            null[t, g] = null[t - 1, g]
-            null[t, g, prompt + t - 1] = True
-            held = np.flatnonzero(null[t, g])
-            null[t, g, drop(held, held.size - int(sets[t, g].sum()))] = False
-    return null
-
-
-def _random(seed: int) -> Drop:
-    rng = np.random.default_rng(seed)
-    return lambda held, count: rng.choice(held, count, replace=False)
-
-
-def _oldest(held: Positions, count: int) -> Positions:
-    return held[:count]
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _same_evictee(replayed: Result, run: Result) -> tuple[float | None, float | None]:

@@ -14,17 +14,14 @@ from kvsim.correlation import spearman
 from kvsim.errors import KvsimError
 from kvsim.policy import parse
 
-__all__ = ["PREDICTORS", "auc", "prediction", "read_predictions"]
+__all__ = ["LOOPS", "MEASURES", "PREDICTORS", "auc", "budget_of", "prediction", "read_predictions"]
 
-PREDICTORS = {
-    "open_kept_mass": 1,
-    "open_survival": 1,
-    "open_output_error": -1,
-    "closed_kept_mass": 1,
-    "closed_survival": 1,
-    "closed_output_error": -1,
-}
+LOOPS = ("open", "closed")
+MEASURES = {"kept_mass": 1, "survival": 1, "output_error": -1}
 """What a replay says, and whether more of it should mean a better answer."""
+
+PREDICTORS = {f"{loop}_{name}": sign for loop in LOOPS for name, sign in MEASURES.items()}
+"""The same of either loop."""
 
 LEVEL = 0.95
 RESAMPLES = 1000
@@ -196,10 +193,15 @@ def _check_one(name: str, rows: Items[Row]) -> None:
         raise KvsimError(f"rows of one {name} can be compared, got {', '.join(kinds)}")
 
 
+def budget_of(policy: str) -> str:
+    """Give a policy's budget; - for the full cache."""
+    budget = parse(policy).budget
+    return "-" if budget is None else str(budget)
+
+
 def _setting(row: Row) -> tuple[str, int, str]:
     # Policies are compared at one budget only: that more memory keeps more and answers better is no prediction.
-    budget = parse(row["policy"]).budget
-    return row["task"], row["length"], "-" if budget is None else str(budget)
+    return row["task"], row["length"], budget_of(row["policy"])
 
 
 def _table(by_key: Mapping[Any, Row], samples: Items[Any], policies: Items[str], name: str) -> Numbers:

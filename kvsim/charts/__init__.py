@@ -14,6 +14,7 @@ from kvsim.charts.curves import alpha_sensitivity, budget_curves, quality_cost
 from kvsim.charts.files import save
 from kvsim.charts.grids import needle_grid
 from kvsim.charts.lines import attended_pairs, churn, kept_mass, timeline
+from kvsim.charts.loops import fidelity, prediction
 from kvsim.charts.maps import evictions, reference_utility, retention
 from kvsim.charts.notebook import in_notebooks
 from kvsim.charts.optimum import oracle_gap, oracle_gap_rows
@@ -28,12 +29,14 @@ __all__ = [
     "churn",
     "decode_composition",
     "evictions",
+    "fidelity",
     "in_notebooks",
     "kept_mass",
     "memory_weights",
     "needle_grid",
     "oracle_gap",
     "oracle_gap_rows",
+    "prediction",
     "quality_cost",
     "rank_stability",
     "reference_utility",

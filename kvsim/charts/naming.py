@@ -31,6 +31,7 @@ NAMES = {
     "lag": ("Lag error", "loss: stale because of memory"),
     "boundary": ("Boundary error", "loss: flips caused by noise"),
     "total": ("Total loss", "loss of local utility"),
+    "survival": ("Needles held", "share of the asked values' tokens still held"),
     "score": ("Score", "score"),
     "rouge_l_f": ("ROUGE-L F", "ROUGE-L F"),
     "accuracy": ("Accuracy", "accuracy (share answered right)"),

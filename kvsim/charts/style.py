@@ -144,7 +144,9 @@ def layered(*charts: alt.Chart | alt.LayerChart, **properties: Any) -> alt.Layer
     return alt.LayerChart(layer=list(charts), **properties)
 
 
-def stacked(panels: Sequence[alt.Chart | alt.LayerChart], title: alt.TitleParams, *shared: str) -> alt.VConcatChart:
+def stacked(
+    panels: Sequence[alt.Chart | alt.LayerChart | alt.HConcatChart], title: alt.TitleParams, *shared: str
+) -> alt.VConcatChart:
     """Draw charts below one another; the scales of the channels `shared` are common to them."""
     chart: alt.VConcatChart = alt.vconcat(*panels, title=title, spacing=12)
     if shared:

@@ -8,7 +8,7 @@ from kvsim_traces import open_trace
 from rich.text import Text
 
 from kvsim.cli.chart_kinds import KINDS, RATIOS, Request, check_metric
-from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Shadow, Traces, find_traces
+from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, Quiet, Shadow, Traces, find_traces
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say, stderr
 from kvsim.errors import KvsimError, unknown_name
 from kvsim.replay import choose_budget
@@ -20,7 +20,10 @@ def chart(
     kind: Annotated[
         str | None, typer.Argument(metavar="KIND", help=f"One of: {', '.join(KINDS)}. Without one, they are explained.")
     ] = None,
-    more: More = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TRACE|FILE]...", help="Traces, as after --trace; or the files of rows of a kind."),
+    ] = None,
     trace: Traces = None,
     policy: Annotated[
         list[str] | None, typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")
@@ -31,7 +34,8 @@ def chart(
     compression_ratio: CompressionRatio = None,
     budget: BudgetText = None,
     metric: Annotated[
-        str | None, typer.Option(metavar="NAME", help="For steps, alpha, budgets and cost; kept_mass by default.")
+        str | None,
+        typer.Option(metavar="NAME", help="For kinds with a metric; kept_mass by default."),
     ] = None,
     sort: Annotated[
         str | None, typer.Option(metavar="ORDER", help="For retention: position (the default) or utility.")
@@ -53,6 +57,7 @@ def chart(
 ) -> None:
     """Draw a chart of recordings and policies into a file, or print it as Vega-Lite with --json.
 
+    fidelity, needle-grid and prediction are drawn from files that `kvsim fidelity`, `eval` and `predict` wrote.
     Pictures (.png, .svg) need the extra charts, that is vl-convert-python.
 
     Example: kvsim chart retention --trace traces/samples/smollm2-needle-512 --policy ema:0.8,over=step --out map.html
@@ -64,15 +69,19 @@ def chart(
         raise unknown_name("kind of chart", kind, KINDS)
     if out is None and not as_json:
         raise KvsimError("name a file with --out FILE.html, or print the chart with --json")
-    check_metric(metric)
+    check_metric(kind, metric)
     from kvsim.charts.files import check_path, save
 
     if out is not None:
         check_path(out)
-    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    named = [*(trace or []), *(more or [])]
+    if KINDS[kind].reads_files and not named:
+        raise KvsimError(f"{kind} is drawn from files of rows: name one")
+    traces = [] if KINDS[kind].reads_files else [open_trace(location) for location in find_traces(named)]
     with progress_bar(kind, quiet=quiet or as_json) as advance:
         request = Request(
             traces=traces,
+            files=[Path(name) for name in named] if KINDS[kind].reads_files else [],
             policies=policy or [],
             budget=choose_budget(compression_ratio, budget),
             metric=metric,

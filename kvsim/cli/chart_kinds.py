@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsim_traces import Trace
@@ -11,6 +12,7 @@ from kvsim.budget import Budget
 from kvsim.engines.outcome import METRICS, Progress
 from kvsim.errors import KvsimError, unknown_name
 from kvsim.policy import Policy, parse
+from kvsim.predictions import MEASURES
 from kvsim.replay import replay_many
 from kvsim.result import Result
 
@@ -32,7 +34,7 @@ class Request:
     Attributes
     ----------
     traces : list of Trace
-        The recordings, at least one.
+        The recordings, at least one for most kinds.
     policies : list of str
         Policy strings; none for a kind's own.
     budget : Budget
@@ -49,6 +51,8 @@ class Request:
         Which bound of Proposition 1.
     scorers : list of str
         The scorers of the spectrum; none for all there are.
+    files : list of Path
+        Files of rows, for the kinds that are drawn from them.
     advance : callable
         Told (done, all).
     """
@@ -64,6 +68,7 @@ class Request:
     ratios: tuple[str, ...] = RATIOS
     bound: str | None = None
     scorers: list[str] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
     advance: Progress = field(default=lambda done, total: None)
 
     def one_trace(self, kind: str) -> Trace:
@@ -102,10 +107,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of chart: what draws it, and what it shows."""
+    """One kind of chart: what draws it, what it shows, whether it reads files of rows, and its metrics."""
 
     draw: "Callable[[Request], Chart]"
     doc: str
+    reads_files: bool = False
+    metrics: tuple[str, ...] = tuple(METRICS)
 
 
 def _retention(request: Request) -> "Chart":
@@ -250,6 +257,31 @@ def _memory(request: Request) -> "Chart":
     return charts.memory_weights(chosen, len(trace.eligible_layers), steps=trace.num_steps)
 
 
+def _fidelity(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.fidelity import read_fidelity
+
+    return charts.fidelity(read_fidelity(request.files))
+
+
+def _prediction(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.predictions import read_predictions
+
+    return charts.prediction(read_predictions(request.files), request.metric or "kept_mass")
+
+
+def _needle_grid(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.evaluations import cells, read_evaluations
+
+    for file in request.files:
+        if not file.exists():
+            raise KvsimError(f"{file}: there is no such file")
+    rows = [row for file in request.files for row in read_evaluations(file)]
+    return charts.needle_grid(cells([row for row in rows if row["task"] == "needle"]), "rouge_l_f")
+
+
 KINDS: dict[str, Kind] = {
     "retention": Kind(_retention, "which positions are kept, step by step; --sort, --raw"),
     "evictions": Kind(_evictions, "when tokens were evicted"),
@@ -267,16 +299,22 @@ KINDS: dict[str, Kind] = {
     "two-tokens": Kind(_two_tokens, "the two tokens at ranks B and B+1, their scores and a rule's state"),
     "spectrum": Kind(_spectrum, "how far scorers are from attention, layer by layer; --scorer"),
     "memory": Kind(_memory, "where the weight of a linear rule's state comes from"),
+    "fidelity": Kind(_fidelity, "open loops beside closed ones, with two nulls; from kvsim fidelity --out", True),
+    "prediction": Kind(
+        _prediction, "live scores against what replays said; from kvsim predict --out; --metric", True, tuple(MEASURES)
+    ),
+    "needle-grid": Kind(_needle_grid, "ROUGE-L by length and depth of the needle; from kvsim eval --out", True),
 }
 
 
-def check_metric(metric: str | None) -> None:
-    """Refuse a metric that no replay has.
+def check_metric(kind: str, metric: str | None) -> None:
+    """Refuse a metric that a kind has not.
 
     Raises
     ------
     KvsimError
         Listing those that there are.
     """
-    if metric is not None and metric not in METRICS:
-        raise unknown_name("metric", metric, METRICS)
+    metrics = KINDS[kind].metrics
+    if metric is not None and metric not in metrics:
+        raise unknown_name("metric", metric, metrics)
