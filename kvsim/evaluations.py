@@ -124,10 +124,7 @@ def comparisons(rows: Items[Row], *, seed: int = 0) -> list[dict[str, Any]]:
     KvsimError
         If the rows are of several models, versions or forms of prompt, one is there twice, or a policy lacks a sample.
     """
-    for name in ("model_hash", "version", "chat"):
-        kinds = dict.fromkeys(str(row[name]) for row in rows)
-        if len(kinds) > 1:
-            raise KvsimError(f"answers of one {name} can be compared, got {', '.join(kinds)}")
+    _check_one(rows, "model_hash", "version", "chat")
     found: list[dict[str, Any]] = []
     for length in dict.fromkeys(row["length"] for row in rows):
         table = _by_policy([row for row in rows if row["length"] == length])
@@ -172,7 +169,13 @@ def cells(rows: Items[Row]) -> list[dict[str, Any]]:
     list of dict
         ``policy``, ``length``, ``depth`` (percent), ``samples`` and ``rouge_l_f``, the mean F in [0, 1], as
         `kvsim.charts.needle_grid` takes them.
+
+    Raises
+    ------
+    KvsimError
+        If the rows are of several models, versions, forms of prompt or lengths of answer.
     """
+    _check_one(rows, "model_hash", "version", "chat", "answer_tokens")
     places: dict[tuple[str, int, float], list[float]] = {}
     for row in rows:
         places.setdefault((row["policy"], row["length"], row["depth"]), []).append(row["score"] / 100)
@@ -186,6 +189,13 @@ def cells(rows: Items[Row]) -> list[dict[str, Any]]:
         }
         for (policy, length, depth), own in places.items()
     ]
+
+
+def _check_one(rows: Items[Row], *names: str) -> None:
+    for name in names:
+        kinds = dict.fromkeys(str(row[name]) for row in rows)
+        if len(kinds) > 1:
+            raise KvsimError(f"answers of one {name} can be compared, got {', '.join(kinds)}")
 
 
 def _by_policy(rows: Items[Row]) -> Table:

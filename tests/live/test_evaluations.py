@@ -195,5 +195,8 @@ def test_cells_of_the_grid():
         (FULL, 900, 0.0, 2, 0.1),
         (EMA, 512, 0.0, 1, 0.4),
     ]
+    for name in ("model_hash", "version", "chat", "answer_tokens"):
+        with pytest.raises(KvsimError, match=f"of one {name} can be compared"):
+            cells([*rows, row(**{name: "other"})])
     drawn = charts.needle_grid(found, "rouge_l_f").to_dict()
     assert len(drawn["vconcat"]) == 2
