@@ -36,7 +36,7 @@ def test_the_first_screen_is_what_make_demo_prints(monkeypatch):
         "analyze scorers",
         "analyze prediction",
         "analyze diff ema:0.8 ema:0.8,over=step",
-        "replay --trace traces/samples/smollm2-needle-512 --policy oracle",
+        "analyze oracle",
     ],
 )
 def test_a_table_is_what_the_command_above_it_prints(monkeypatch, command):
