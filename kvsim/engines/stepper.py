@@ -3,6 +3,7 @@
 The reference engine drives it with recorded attention, live decoding with the model's own.
 """
 
+import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,6 +86,15 @@ class Stepper:
         if plan.evicts[0] and not shadow:
             for g in range(groups):
                 self._evict(g, 0, np.arange(prompt), plan.target(g, prompt))
+
+    def copy(self) -> "Stepper":
+        """Give a stepper that goes its own way from here."""
+        other = copy.copy(self)
+        for name in ("state", "retained", "evicted_at", "a", "b", "_ring", "_guarded", "_peak"):
+            setattr(other, name, getattr(self, name).copy())
+        # What a control remembers is its own; the plan is the same.
+        other._decide = copy.deepcopy(self._decide, {id(self.plan): self.plan})
+        return other
 
     def visible(self, t: int) -> BoolArray:
         """Mark V_t for each group, [G, L0+T]: what was retained, and the step's own position."""

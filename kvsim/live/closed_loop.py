@@ -3,8 +3,11 @@
 A replay holds the recorded queries fixed; a model whose cache was cut would have asked differently. Here the model runs
 over all recorded tokens in parallel, under a mask in which step t sees exactly V_t; the policy is replayed on the
 queries and keys of that pass; and so on until no mask changes. Step t's set depends on earlier steps only, so the steps
-before the first that changed are final, each pass makes at least one more step so, and a pass that changes nothing
-proves that the sets are those of token-by-token decoding of these tokens. Steps that are final are not run again.
+before the first that changed are final, and each pass makes at least one more step so. A pass that changes nothing of
+the last steps proves that the sets are those of token-by-token decoding of these tokens.
+
+Steps that are final are not run again, and after the first pass only as many later ones as are likely to settle soon:
+what the others see is a guess that earlier steps would overthrow.
 """
 
 from collections.abc import Callable
@@ -14,17 +17,15 @@ from decimal import Decimal
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from kvsim_traces import CaptureError
 
-from kvsim.engines import get_engine
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.live.decode import check_forced
-from kvsim.live.masked_pass import NEVER, Lane, masked_pass
+from kvsim.live.masked_pass import NEVER, IntArray, Lane, masked_pass
 from kvsim.live.prefix import Prefix
 from kvsim.live.run_trace import RunTrace
 from kvsim.live.sequence import Sequence, live_policy, per_head
-from kvsim.plan import Plan
+from kvsim.plan import FloatArray
 from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget, replay_many
 from kvsim.result import Result
@@ -32,9 +33,10 @@ from kvsim.result import Result
 __all__ = ["ClosedLoop", "Pass", "closed_loop"]
 
 BATCH = 8
-"""Policies in one pass, by default; a pass holds their rows of all steps."""
+"""Policies in one pass, by default; memory holds their rows of all steps."""
 
-IntArray = npt.NDArray[np.int32]
+NARROWEST = 16
+"""Steps in a pass, where so many are left: a few more cost little beside reading the model's weights."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +45,17 @@ class Pass:
 
     Attributes
     ----------
+    steps : int
+        Steps that were not final yet and that it ran.
     changed : int
-        Steps whose visible sets are not those the pass ran under.
+        Those whose visible sets are not the ones the pass ran under.
     exact_steps : int
-        Steps before the first of them: these are final.
+        Steps of the whole run before the first that changed or was not run: these are final.
     jaccard : float
-        Of the visible sets with those the pass ran under, averaged over steps and groups.
+        Of the visible sets with those the pass ran under, averaged over the pass's steps and the groups.
     """
 
+    steps: int
     changed: int
     exact_steps: int
     jaccard: float
@@ -67,7 +72,7 @@ class ClosedLoop:
     passes : list of Pass
         In order.
     exact : bool
-        Whether the last pass changed nothing: the sets are those of token-by-token decoding, up to `near_ties`.
+        Whether every step is final: the sets are those of token-by-token decoding, up to `near_ties`.
     evictions : int
         Positions evicted, over all groups.
     near_ties : int
@@ -92,6 +97,7 @@ class ClosedLoop:
             **self.result.summary(),
             "exact": self.exact,
             "passes": len(self.passes),
+            "pass_steps": [one.steps for one in self.passes],
             "changed": [one.changed for one in self.passes],
             "exact_steps": [one.exact_steps for one in self.passes],
             "jaccard_with_last": [one.jaccard for one in self.passes],
@@ -157,9 +163,12 @@ def closed_loop(
         # A policy that is done makes room for the next one, so that passes stay full.
         while waiting and len(active) < batch:
             active.append(waiting.pop(0))
-        masked_pass(model, [run.lane for run in active])
-        for run in active:
-            run.replay()
+        # First passes run all steps, and would have the others do so too.
+        now = [run for run in active if not run.passes] or active
+        width = max(run.width for run in now)
+        masked_pass(model, [run.lane for run in now], width)
+        for run in now:
+            run.replay(width)
         active = [run for run in active if not run.exact and len(run.passes) < most]
         if progress is not None:
             progress(len(runs) - len(waiting) - len(active), len(runs))
@@ -170,53 +179,51 @@ class _Run:
     """A policy on its way to the fixed point."""
 
     def __init__(self, policy: Policy, prefix: Prefix, forced: list[int]) -> None:
-        self.policy, self.prefix, self.forced = policy, prefix, forced
-        self.lane = Lane(prefix, forced)
-        self.passes: list[Pass] = []
-        self.exact = False
-        self._sequence: Sequence | None = None
-        self._engine = get_engine("cpu")
-        # What goes before the first step is known: the first step is exact from the start.
-        first = Sequence(policy, prefix, len(forced))
+        self.policy, self.steps, self.passes, self.exact = policy, len(forced), list[Pass](), False
+        # The policy after the steps that are final; what goes before the first step is known.
+        self.sequence = Sequence(policy, prefix, self.steps)
+        first = self.sequence.evicted_at
         open_loop = _open_loop(prefix, policy, forced)
-        start = first.evicted_at if open_loop is None else open_loop
-        start = np.where(first.evicted_at == 0, 0, np.where(start == 0, -1, start))
-        self._under(first.plan, start)
+        guess = first if open_loop is None else np.where(first == 0, 0, np.where(open_loop == 0, -1, open_loop))
+        self._gone = np.where(guess < 0, NEVER, guess)
+        self.lane = Lane(prefix, forced, per_head(self.sequence.plan, self._gone))
+        self.width = self.steps
 
-    def _under(self, plan: Plan, evicted_at: IntArray) -> None:
-        """Set what the next pass runs under."""
-        self.evicted_at = evicted_at
-        self.lane.gone = per_head(plan, _gone(evicted_at))
-
-    def replay(self) -> None:
-        """Replay the policy on what a pass saw."""
-        trace = self.lane.trace()
-        plan = self.policy.plan(trace)
-        (outcome,) = self._engine(trace, [plan], raw=False)
-        assert outcome.evicted_at is not None
-        now = outcome.evicted_at
-        changed = _changed_steps(self.evicted_at, now, len(self.forced))
-        if not changed.any():
-            # The certificate is live decoding's own code, whose plan knows no more than each step did.
-            self._sequence = self._decode()
-            now = self._sequence.evicted_at
-            changed = _changed_steps(self.evicted_at, now, len(self.forced))
-        overlap = _jaccard(self.evicted_at, now, self.prefix.length)
-        self.lane.final = int(changed.argmax()) if changed.any() else len(self.forced)
-        self.exact = not changed.any()
-        self.passes.append(Pass(int(changed.sum()), self.lane.final, overlap))
-        self._under(plan, now)
-
-    def _decode(self) -> Sequence:
-        """Run the policy as live decoding does, on what the last pass saw."""
-        sequence = Sequence(self.policy, self.prefix, len(self.forced))
-        for step in self.lane.steps():
-            sequence.advance(*step)
-        return sequence
+    def replay(self, width: int) -> None:
+        """Replay the policy on what a pass saw, from the first step that was not final."""
+        window, prompt = self.lane.window(width), self.lane.prefix.length
+        first, last = self.lane.final, window.stop
+        ahead, shares = self.sequence, list[FloatArray]()
+        for step in self.lane.steps(first, last):
+            t = ahead.done + 1
+            sees = ahead.visible_groups()
+            ran = self._gone[:, : prompt + t] >= t
+            shares.append((sees & ran).sum(axis=1) / (sees | ran).sum(axis=1))
+            if ahead is self.sequence and (shares[-1] < 1).any():
+                # Up to here the pass ran under the policy's own sets, and what it saw is final.
+                self.lane.final = t - 1
+                ahead = ahead.copy()
+            ahead.advance(*step)
+        if ahead is self.sequence:
+            self.lane.final = last
+        jaccard = np.array(shares)
+        self.passes.append(
+            Pass(last - first, int((jaccard < 1).any(axis=1).sum()), self.lane.final, float(jaccard.mean()))
+        )
+        self.exact = self.lane.final == self.steps
+        self.ahead = ahead
+        # Later steps may as well lose what they lost before.
+        now = ahead.evicted_at
+        later = np.where(self._gone > ahead.done, self._gone, NEVER)
+        self._gone = np.where(now < 0, later, now)
+        self.lane.gone = per_head(ahead.plan, self._gone)
+        self.width = min(self.steps - self.lane.final, max(NARROWEST, 3 * (self.lane.final - first)))
 
     def finished(self) -> ClosedLoop:
         """Give the outcome."""
-        sequence = self._sequence or self._decode()
+        sequence = self.ahead
+        for step in self.lane.steps(sequence.done, self.steps):
+            sequence.advance(*step)
         return ClosedLoop(
             policy=str(self.policy),
             passes=self.passes,
@@ -238,29 +245,3 @@ def _open_loop(prefix: Prefix, policy: Policy, forced: list[int]) -> IntArray | 
     except (PolicyError, CaptureError):
         return None
     return result.evicted_at
-
-
-def _gone(evicted_at: IntArray) -> IntArray:
-    """Give the last step that sees each position, `NEVER` for one that is never evicted."""
-    return np.where(evicted_at < 0, NEVER, evicted_at)
-
-
-def _changed_steps(before: IntArray, now: IntArray, steps: int) -> npt.NDArray[np.bool_]:
-    """Mark the steps whose visible sets differ, [T]: those after the earlier and up to the later end of a position."""
-    differ = before != now
-    ends = np.minimum(np.stack([_gone(before)[differ], _gone(now)[differ]]), steps)
-    marks = np.zeros(steps + 1, np.int64)
-    np.add.at(marks, ends.min(axis=0), 1)
-    np.add.at(marks, ends.max(axis=0), -1)
-    changed: npt.NDArray[np.bool_] = marks.cumsum()[:steps] > 0
-    return changed
-
-
-def _jaccard(before: IntArray, now: IntArray, prompt: int) -> float:
-    """Average the Jaccard of the visible sets over steps and groups."""
-    one, other = _gone(before), _gone(now)
-    shares = []
-    for t in range(1, one.shape[1] - prompt + 1):
-        a, b = (gone[:, : prompt + t] >= t for gone in (one, other))
-        shares.append((a & b).sum(axis=1) / (a | b).sum(axis=1))
-    return float(np.mean(shares))

@@ -12,11 +12,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kvsim.errors import KvsimError
 from kvsim.live.attention import Call, masked_attention, watched
 from kvsim.live.prefix import Floats, Prefix, PrefixLayer, cache_argument, to_numpy
-from kvsim.live.run_trace import RunTrace
 
-__all__ = ["Lane", "masked_pass"]
+__all__ = ["NEVER", "IntArray", "Lane", "masked_pass"]
+
+IntArray = npt.NDArray[np.int32]
 
 NEVER = np.iinfo(np.int32).max
+"""Later than any step."""
 
 
 class Lane:
@@ -28,85 +30,89 @@ class Lane:
         The prompt.
     tokens : list of int
         The T tokens after it.
+    gone : array of int32
+        [K, Hk, L0 + T] of the eligible layers: the last step whose queries see a position in a KV head, `NEVER` if all
+        do. No step sees a later position.
 
     Attributes
     ----------
-    gone : array of int32
-        [K, Hk, L0 + T] of the eligible layers: the step after which a KV head's queries no longer see a position,
-        `NEVER` for always. A step never sees a later position.
     final : int
         Steps, from the first on, that no pass will change again.
+    rows, queries : array
+        [K, H, T, L0 + T] over the full cache, zero for layers that are not eligible, and [K, H, T, d].
+    keys, values : list of Tensor
+        [Hk, T, d] of each layer.
     """
 
-    def __init__(self, prefix: Prefix, tokens: list[int]) -> None:
+    def __init__(self, prefix: Prefix, tokens: list[int], gone: IntArray) -> None:
         first, steps = prefix.layers[0], len(tokens)
-        self.prefix, self.tokens, self.final = prefix, tokens, 0
-        layers, kv_heads = len(prefix.layers), first.keys.shape[0]
-        length = prefix.length + steps
-        self.gone: npt.NDArray[np.int32] = np.full((len(prefix.eligible), kv_heads, length), NEVER, np.int32)
-        # Zeros take no memory until they are written to: those of layers that are not eligible never are.
-        self.rows: Floats = np.zeros((layers, prefix.num_heads, steps, length), np.float32)
-        self.queries: Floats = np.zeros((layers, prefix.num_heads, steps, first.keys.shape[-1]), np.float32)
-        self.keys = [layer.keys.new_zeros(kv_heads, steps, layer.keys.shape[-1]) for layer in prefix.layers]
-        self.values = [layer.values.new_zeros(kv_heads, steps, layer.values.shape[-1]) for layer in prefix.layers]
+        self.prefix, self.tokens, self.gone, self.final = prefix, tokens, gone, 0
+        shape = len(prefix.layers), prefix.num_heads, steps
+        # Zeros take no memory until they are written to.
+        self.rows: Floats = np.zeros((*shape, prefix.length + steps), np.float32)
+        self.queries: Floats = np.zeros((*shape, first.keys.shape[-1]), np.float32)
+        self.keys, self.values = (
+            [part.new_zeros(part.shape[0], steps, part.shape[-1]) for part in column]
+            for column in zip(*((layer.keys, layer.values) for layer in prefix.layers), strict=True)
+        )
 
-    def steps(self) -> Iterator[tuple[int, Floats, Floats, Floats, Floats]]:
-        """Give what `RunTrace.append` takes, step by step."""
+    def window(self, width: int) -> slice:
+        """Give the steps that a pass of `width` steps runs: the first that are not final, and as many as there are."""
+        start = min(self.final, len(self.tokens) - width)
+        return slice(start, start + width)
+
+    def steps(self, first: int, last: int) -> Iterator[tuple[int, Floats, Floats, Floats, Floats]]:
+        """Give what `RunTrace.append` takes of the steps from `first` up to `last`, which is not among them."""
         prompt = self.prefix.length
-        keys, values = (np.stack([to_numpy(layer) for layer in part]) for part in (self.keys, self.values))
-        for t, token in enumerate(self.tokens):
-            rows = self.rows[:, :, t, : prompt + t + 1]
-            yield token, rows, self.queries[:, :, t], keys[:, :, t], values[:, :, t]
-
-    def trace(self) -> RunTrace:
-        """Give what was seen as a recording."""
-        trace = RunTrace(self.prefix, len(self.tokens))
-        for step in self.steps():
-            trace.append(*step)
-        return trace
+        vectors = ([to_numpy(layer[:, first:last]) for layer in part] for part in (self.keys, self.values))
+        keys, values = map(np.stack, vectors)
+        for t in range(first, last):
+            rows, own = self.rows[:, :, t, : prompt + t + 1], t - first
+            yield self.tokens[t], rows, self.queries[:, :, t], keys[:, :, own], values[:, :, own]
 
 
-def masked_pass(model: Any, lanes: Items[Lane]) -> None:
-    """Run a model once over the tokens of several lanes, each under its own masks; their steps that are final stay.
+def masked_pass(model: Any, lanes: Items[Lane], width: int) -> None:
+    """Run a model once over some steps of several lanes, each from its first that is not final, under its own masks.
 
     Parameters
     ----------
     model : PreTrainedModel
         The model of their prompt.
     lanes : sequence of Lane
-        They share the prompt and the tokens. `rows`, `queries`, `keys` and `values` are filled in.
+        They share the prompt and the tokens. Their rows, queries, keys and values of those steps are filled in.
+    width : int
+        How many steps.
 
     Raises
     ------
     KvsimError
         If the model has layers that are not standard attention.
     """
-    prefix, tokens = lanes[0].prefix, lanes[0].tokens
-    first = min(lane.final for lane in lanes)
     decoder = model.get_decoder()
     device = model.get_input_embeddings().weight.device
-    watcher = _PassWatcher(lanes, first, device)
-    positions = torch.arange(prefix.length + first, prefix.length + len(tokens), device=device)
+    windows = [lane.window(width) for lane in lanes]
+    steps = torch.stack([torch.arange(window.start, window.stop, device=device) for window in windows])
+    watcher = _PassWatcher(lanes, windows, steps)
+    tokens = [lane.tokens[window] for lane, window in zip(lanes, windows, strict=True)]
     with torch.inference_mode(), watched(model, watcher):
         # The decoder alone: nobody asks for logits.
         decoder(
-            input_ids=torch.tensor([tokens[first:]], device=device).expand(len(lanes), -1),
-            position_ids=positions.expand(len(lanes), -1),
+            input_ids=torch.tensor(tokens, device=device),
+            position_ids=lanes[0].prefix.length + steps,
             use_cache=True,
-            **{cache_argument(decoder): _PassCache(lanes, first)},
+            **{cache_argument(decoder): _PassCache(lanes, windows)},
         )
 
 
 class _PassWatcher:
     """Answers the attention calls of one pass, and hands each lane what was its own."""
 
-    def __init__(self, lanes: Items[Lane], first: int, device: torch.device) -> None:
-        self._lanes, self._first, self._prefix = lanes, first, lanes[0].prefix
+    def __init__(self, lanes: Items[Lane], windows: list[slice], steps: torch.Tensor) -> None:
+        self._lanes, self._windows, self._steps, self._prefix = lanes, windows, steps, lanes[0].prefix
         gone = np.stack([lane.gone for lane in lanes], axis=1)
-        if all((lane.gone[:, :1] == lane.gone).all() for lane in lanes):
+        if bool((gone == gone[:, :, :1]).all()):
             gone = gone[:, :, :1]
-        self._gone = torch.from_numpy(gone).to(device)
-        self._steps = torch.arange(first + 1, len(lanes[0].tokens) + 1, device=device)
+        self._gone = torch.from_numpy(gone).to(steps.device)
         self._place = {layer: place for place, layer in enumerate(self._prefix.eligible)}
         self._seen: dict[tuple[str, int | None], torch.Tensor] = {}
 
@@ -118,68 +124,69 @@ class _PassWatcher:
             raise KvsimError(f"model: layer {layer.index} attends to keys of another layer; every layer needs its own")
         kind = layer.info.type, layer.info.sliding_window
         if kind not in self._seen:
-            self._seen[kind] = _causal(layer, self._prefix.length + self._first, call)
+            self._seen[kind] = _causal(layer, self._prefix.length + self._steps, call.key.shape[2])
         seen = visible = self._seen[kind]
         eligible = ordinal in self._place
         if eligible:
-            visible = seen & (self._gone[self._place[ordinal]].unsqueeze(2) >= self._steps[:, None])
+            # Steps count from 1 where they evict.
+            visible = seen & (self._gone[self._place[ordinal]].unsqueeze(2) > self._steps[:, None, :, None])
         output, rows = masked_attention(call, visible, seen, rows=eligible)
-        own = self._prefix.length + self._first
-        for row, lane in enumerate(self._lanes):
-            steps = slice(lane.final, None)
-            new = slice(lane.final - self._first, None)
+        for row, (lane, window) in enumerate(zip(self._lanes, self._windows, strict=True)):
+            # Steps that are final only fill the pass up.
+            old = lane.final - window.start
+            own = slice(lane.final, window.stop)
             if rows is not None:
-                lane.rows[ordinal][:, steps] = to_numpy(rows[row, :, new])
-            lane.queries[ordinal][:, steps] = to_numpy(call.query[row, :, new])
-            lane.keys[ordinal][:, steps] = call.key[row, :, own:][:, new]
-            lane.values[ordinal][:, steps] = call.value[row, :, own:][:, new]
+                lane.rows[ordinal][:, own] = to_numpy(rows[row, :, old:])
+            lane.queries[ordinal][:, own] = to_numpy(call.query[row, :, old:])
         return output
 
 
-def _causal(layer: PrefixLayer, before: int, call: Call) -> torch.Tensor:
-    """Mark what each query of a pass could see in a full cache, [1, 1, q, n]; `before` positions precede the first."""
-    length, total = call.query.shape[2], call.key.shape[2]
-    columns = torch.arange(total, device=call.key.device)
-    own = torch.arange(before, before + length, device=call.key.device)[:, None]
+def _causal(layer: PrefixLayer, own: torch.Tensor, positions: int) -> torch.Tensor:
+    """Mark what queries at `own` [lanes, q] could see in a full cache, [lanes, 1, q, positions]."""
+    columns, own = torch.arange(positions, device=own.device), own.unsqueeze(-1)
     seen = columns <= own
     window = layer.info.sliding_window
     if window is not None and layer.info.type == "chunked_attention":
         seen = seen & (columns // window == own // window)
     elif window is not None:
         seen = seen & (columns > own - window)
-    return seen[None, None]
+    return seen.unsqueeze(1)
 
 
 class _PassLayer(CacheLayerMixin):  # type: ignore[misc]
-    """The keys and values before a pass, in front of the pass's own, which the lanes keep."""
+    """The prompt's keys and values with all steps' behind them; a pass's own go into their places."""
 
     is_sliding = False
 
-    def __init__(self, layer: PrefixLayer, keys: list[torch.Tensor], values: list[torch.Tensor], before: int) -> None:
+    def __init__(self, ordinal: int, lanes: Items[Lane], windows: list[slice]) -> None:
         super().__init__()
-        self._prompt = layer.keys, layer.values
-        self._steps = keys, values
-        self._before = before
+        self._lanes, self._windows = lanes, windows
+        layer = lanes[0].prefix.layers[ordinal]
+        self._parts = [
+            (layer.keys, [lane.keys[ordinal] for lane in lanes]),
+            (layer.values, [lane.values[ordinal] for lane in lanes]),
+        ]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """See `CacheLayerMixin`; the keys are there from the start."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Give all: the prompt's, those of earlier steps, and the new ones."""
-        batch = key_states.shape[0]
+        """Take the new ones of steps that are not final, and give all [lanes, Hk, L0 + T, d]."""
         whole = []
-        for prompt, steps, new in zip(self._prompt, self._steps, (key_states, value_states), strict=True):
-            whole.append(torch.cat([prompt.expand(batch, -1, -1, -1), torch.stack(steps), new], dim=2))
+        for (prompt, steps), new in zip(self._parts, (key_states, value_states), strict=True):
+            for row, (lane, window) in enumerate(zip(self._lanes, self._windows, strict=True)):
+                steps[row][:, lane.final : window.stop] = new[row, :, lane.final - window.start :]
+            whole.append(torch.cat([prompt.expand(len(steps), -1, -1, -1), torch.stack(steps)], dim=2))
         return whole[0], whole[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """See `CacheLayerMixin`."""
-        return self._before + query_length, 0
+        """See `CacheLayerMixin`; nobody reads the mask."""
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Positions before the pass."""
-        return self._before
+        """Positions before the first lane's steps."""
+        return self._lanes[0].prefix.length + int(self._windows[0].start)
 
     def get_max_length(self) -> int:
         """See `CacheLayerMixin`; there is none."""
@@ -189,16 +196,5 @@ class _PassLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class _PassCache(Cache):  # type: ignore[misc]
-    def __init__(self, lanes: Items[Lane], first: int) -> None:
-        prefix = lanes[0].prefix
-        super().__init__(
-            layers=[
-                _PassLayer(
-                    layer,
-                    [lane.keys[ordinal][:, :first] for lane in lanes],
-                    [lane.values[ordinal][:, :first] for lane in lanes],
-                    prefix.length + first,
-                )
-                for ordinal, layer in enumerate(prefix.layers)
-            ]
-        )
+    def __init__(self, lanes: Items[Lane], windows: list[slice]) -> None:
+        super().__init__(layers=[_PassLayer(layer, lanes, windows) for layer in range(len(lanes[0].prefix.layers))])

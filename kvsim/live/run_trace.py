@@ -74,6 +74,18 @@ class RunTrace(Trace):
         self._step_vectors["values"].append(values)
         self._digest = ""
 
+    def copy(self) -> "RunTrace":
+        """Give a run that goes its own way from here."""
+        other = RunTrace(self.prefix, self.manifest.planned_steps, name=str(self.path), full_rows=self.full_rows)
+        other._fed, other._step_rows, other._step_queries = (
+            list(self._fed),
+            list(self._step_rows),
+            list(self._step_queries),
+        )
+        other._step_vectors = {name: list(steps) for name, steps in self._step_vectors.items()}
+        other._whole = {key: whole.copy() for key, whole in self._whole.items()}
+        return other
+
     def end(self) -> None:
         """Say that no step will follow: T is what has happened."""
         self.manifest.committed_steps = self.manifest.planned_steps = self.done

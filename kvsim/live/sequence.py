@@ -1,5 +1,6 @@
 """One sequence under one policy: the plan, the stepper, and what has been seen so far."""
 
+from copy import copy
 from dataclasses import replace
 from typing import TypeVar
 
@@ -60,10 +61,20 @@ class Sequence:
 
     def visible(self) -> BoolArray:
         """Mark what the next step's query sees, [eligible layers, Hk, L0 + t]."""
+        return per_head(self.plan, self.visible_groups())
+
+    def visible_groups(self) -> BoolArray:
+        """Mark what the next step's query sees, [G, L0 + t]."""
         t = self.done + 1
         if t > self.steps:
             raise KvsimError(f"{self.policy}: was planned for {self.steps} steps; give a larger number of steps")
-        return per_head(self.plan, self._stepper.visible(t))[..., : self.prefix.length + t]
+        return self._stepper.visible(t)[:, : self.prefix.length + t]
+
+    def copy(self) -> "Sequence":
+        """Give a sequence that goes its own way from here."""
+        other = copy(self)
+        other.trace, other._stepper = self.trace.copy(), self._stepper.copy()
+        return other
 
     def retained_per_head(self) -> BoolArray:
         """Give R_t, [eligible layers, Hk, L0 + T]."""
