@@ -1,6 +1,8 @@
 """``kvsim bench``: measure, never in a test."""
 
+import dataclasses
 import os
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -14,8 +16,10 @@ from rich.table import Table
 
 from kvsim.bench import bench_large, bench_replay
 from kvsim.bench_oracle import bench_oracle
-from kvsim.cli.options import AsJson, Quiet, Traces, find_traces
+from kvsim.cli.models import Device, ModelPath, load, need_torch
+from kvsim.cli.options import AsJson, More, Quiet, Traces, find_traces
 from kvsim.cli.output import ErrorGroup, console, narrow_table, print_json, print_table, progress_bar, say
+from kvsim.policy import parse
 
 __all__ = ["app"]
 
@@ -132,6 +136,63 @@ def oracle(as_json: AsJson = False) -> None:
         _print_facts({name: value for name, value in row.items() if name != "gap_over_time"})
         console.print()
     _print_facts(report)
+
+
+@app.command("closed-loop")
+def closed_loop(
+    model: ModelPath,
+    trace: Traces = None,
+    more: More = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="POLICY", help="Policy string; repeatable; six rules in every group if not given."),
+    ] = None,
+    compression_ratio: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED; repeatable; 0.5, 0.75, 0.9 and 0.95."),
+    ] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="Also time each policy by itself, both ways.")] = False,
+    device: Device = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare closed-loop replays with live decoding of the recorded tokens: the sets must be equal, and time is told.
+
+    Example: kvsim bench closed-loop --model SmolLM2-135M-Instruct --trace 'traces/samples/*'
+    """
+    need_torch("kvsim bench closed-loop", "live")
+    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    network, tokenizer = load(model, dtype="float32", device=device, quiet=quiet or as_json)
+
+    from kvsim.bench_closed_loop import RATIOS, bench_closed_loop
+    from kvsim.live.match import check_model
+
+    for recording in traces:
+        check_model(recording, network, tokenizer)
+    with progress_bar("comparing", quiet=quiet or as_json) as advance:
+        report = bench_closed_loop(
+            network, traces, policies=policy, ratios=compression_ratio or RATIOS, alone=alone, progress=advance
+        )
+    if as_json:
+        print_json(report)
+        return
+    table = narrow_table("policy")
+    for heading in ("cases", "passes,\nmedian", "most", "evictions", "swaps", "near-\nties", "closed / live,\ntime"):
+        table.add_column(heading, justify="right", vertical="bottom")
+    rows = report.pop("rows")
+    for name in dict.fromkeys(_without_budget(row["policy"]) for row in rows):
+        own = [row for row in rows if _without_budget(row["policy"]) == name]
+        passes = [row["passes"] for row in own]
+        sums = (str(sum(row[key] for row in own)) for key in ("evictions", "swaps", "near_ties"))
+        ratio = f"{statistics.median(row['time_ratio'] for row in own):.2f}" if alone else "-"
+        table.add_row(name, str(len(own)), f"{statistics.median(passes):g}", str(max(passes)), *sums, ratio)
+    print_table(table)
+    del report["batches"]
+    _print_facts({name: value for name, value in report.items() if value is not None})
+
+
+def _without_budget(policy: str) -> str:
+    return str(dataclasses.replace(parse(policy), budget=None))
 
 
 def _print_facts(report: dict[str, Any]) -> None:
