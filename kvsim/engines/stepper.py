@@ -150,7 +150,8 @@ class Stepper:
             scores = attention_scores(plan.score, rows, plan.groups, g, visible, renormalise=not self.shadow)
         else:
             scores = head_mean_scores(plan.score, rows, plan.groups, g, visible)
-        self._peak[g, visible] = scores.max(axis=0)
+        if plan.rescue is not None:
+            self._peak[g, visible] = scores.max(axis=0)
         return scores
 
     def _update(self, g: int, t: int, visible: npt.NDArray[np.intp], scores: FloatArray) -> None:
@@ -177,26 +178,27 @@ class Stepper:
 
     def _keep(self, g: int, visible: npt.NDArray[np.intp], stay: int) -> tuple[int, float]:
         """Retain `stay` of `visible`: protected first, then by float32 rank, then the newest; give ties and margin."""
-        plan, guarded = self.plan, self._guarded[g]
-        kept = np.zeros(self.state.shape[1], dtype=np.bool_)
-        rank = np.zeros(self.state.shape[1])
-        rank[visible] = ranking(plan, g, self.state[g, visible], visible)
-        protected = _protected(visible, plan, g) | guarded[visible]
-        free = visible[~protected]
-        room = stay - int(protected.sum())
-        kept[visible[protected]] = True
-        self.retained[g] = kept
-        if room >= free.size:
-            self.retained[g, free] = True
+        plan = self.plan
+        rank = ranking(plan, g, self.state[g, visible], visible)
+        kept = _protected(visible, plan, g)
+        if plan.rescue is not None:
+            kept |= self._guarded[g, visible]
+        free = np.flatnonzero(~kept)
+        room = max(0, stay - (visible.size - free.size))
+        # A stable sort keeps equal states in order of position, so the lowest of them is evicted first.
+        order = free[np.argsort(rank[free].astype(np.float32), kind="stable")]
+        over = max(0, free.size - room)
+        lost, stays = order[:over], order[over:]
+        kept[stays] = True
+        self.retained[g] = False
+        self.retained[g, visible] = kept
+        if not lost.size or not stays.size:
             return 0, np.inf
-        chosen = top(rank, free, room, kept.size)
-        self.retained[g] |= chosen
-        if room <= 0:
-            return 0, np.inf
-        lost, lowest = float(rank[free[~chosen[free]]].max()), float(rank[free[chosen[free]]].min())
-        tied = rank[free].astype(np.float32) == np.float32(lost)
-        ties = int(tied.sum()) if bool(tied[chosen[free]].any()) else 0
-        gap, size = lowest - lost, max(abs(lost), abs(lowest))
+        highest, lowest = float(rank[lost].max()), float(rank[stays].min())
+        ties = 0
+        if np.float32(rank[stays[0]]) == np.float32(highest):
+            ties = int((rank[free].astype(np.float32) == np.float32(highest)).sum())
+        gap, size = lowest - highest, max(abs(highest), abs(lowest))
         return ties, gap / size if size else 0.0
 
 
