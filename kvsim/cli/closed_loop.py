@@ -84,8 +84,8 @@ def _print(trace: Trace, policies: list[Policy], rows: list[dict[str, object]], 
             "yes" if row["exact"] else "no",
             str(row["near_ties"]),
             str(row["passes"]),
-            " ".join(map(str, changed)),
-            " ".join(f"{one:.3f}" for one in jaccard),
+            _shortened([str(one) for one in changed]),
+            _shortened([f"{one:.2f}" for one in jaccard]),
         )
     print_table(table)
     notes = ["irreversible", "closed loop", budget_note(budget)]
@@ -94,3 +94,8 @@ def _print(trace: Trace, policies: list[Policy], rows: list[dict[str, object]], 
     if not all(row["exact"] for row in rows):
         notes.append("no: the last pass still changed steps; allow more --max-passes")
     say("; ".join(notes))
+
+
+def _shortened(column: list[str]) -> str:
+    """Give the first and the last of what there is for each pass; --json has all of it."""
+    return " ".join(column if len(column) <= 5 else [*column[:2], "…", *column[-2:]])
