@@ -1,6 +1,6 @@
 """What an engine runs: a `Plan` is plain data, so engines know no policy by name."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -211,3 +211,33 @@ class Plan:
         while self.batch and visible > budget:
             visible -= max(1, int(self.batch * visible))
         return visible if self.batch else min(budget, visible)
+
+    def of_layer(self, layer: int) -> "Plan":
+        """Give the plan of the `layer`-th eligible layer alone; its groups must lie within layers.
+
+        Raises
+        ------
+        ValueError
+            If groups span layers, or scores are not those of attention alone, whose arrays would have to be cut too.
+        """
+        groups = self.groups
+        if not self.layers_are_apart:
+            raise ValueError(f"{self.policy}: a layer is not decided by its own attention alone")
+        own = slice(*(index * (groups.count // len(groups.layers)) for index in (layer, layer + 1)))
+        return replace(
+            self,
+            groups=replace(groups, layers=groups.layers[layer : layer + 1]),
+            m0=self.m0[own],
+            budgets=self.budgets[own],
+            n_sink=self.n_sink[own],
+            n_recent=self.n_recent[own],
+            ring=None if self.ring is None else self.ring[own],
+            rescue=None if self.rescue is None else self.rescue[own],
+        )
+
+    @property
+    def layers_are_apart(self) -> bool:
+        """Whether what a layer retains depends on its own attention and on nothing else that a run brings."""
+        score = self.score
+        attention = score.kind == "attention" and score.weight is None and score.redundancy is None
+        return attention and self.groups.kind != "shared" and self.control is None

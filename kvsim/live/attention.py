@@ -11,7 +11,7 @@ from kvsim_traces.hooks import Tensors, implementation_set, register_twin
 
 from kvsim.errors import KvsimError
 
-__all__ = ["Call", "Watcher", "masked_attention", "watched"]
+__all__ = ["Call", "Watcher", "attended", "full_rows", "masked_attention", "masked_logits", "watched"]
 
 _PREFIX = "kvsim_live_"
 
@@ -125,7 +125,14 @@ def masked_attention(
     rows : Tensor [batch, H, q, n] float32, or None
         Softmax over `seen`; a sink takes its share.
     """
-    query, key, value = call.query, call.key, call.value
+    logits = masked_logits(call, seen)
+    full = full_rows(call, logits) if rows else None
+    return attended(call, logits, visible), full
+
+
+def masked_logits(call: Call, seen: torch.Tensor) -> torch.Tensor:
+    """Compute the logits [batch, Hk, H / Hk, q, n] of `masked_attention`, minus infinity outside `seen`."""
+    query, key = call.query, call.key
     batch, heads, length, dim = query.shape
     group = heads // key.shape[1]
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -134,13 +141,21 @@ def masked_attention(
     logits = logits.view(batch, key.shape[1], group, length, -1).mul_(call.scaling)
     if call.softcap is not None:
         logits = logits.div_(call.softcap).tanh_().mul_(call.softcap)
-    full = None
-    if rows:
-        logits = logits.masked_fill_(~seen.unsqueeze(2), -torch.inf)
-        full = _softmax(logits, call.sink_logits).float().view(batch, heads, length, -1)
+    return logits.masked_fill_(~seen.unsqueeze(2), -torch.inf)
+
+
+def full_rows(call: Call, logits: torch.Tensor) -> torch.Tensor:
+    """Give the rows of `masked_attention`."""
+    return _softmax(logits, call.sink_logits).float().flatten(1, 2)
+
+
+def attended(call: Call, logits: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Give the output of `masked_attention`; the logits are masked on the way."""
+    value = call.value
+    batch, kv_heads, group, length, positions = logits.shape
     weights = _softmax(logits.masked_fill_(~visible.unsqueeze(2), -torch.inf), call.sink_logits)
-    output = weights.to(value.dtype).reshape(batch, key.shape[1], group * length, -1) @ value
-    return output.view(batch, heads, length, -1).transpose(1, 2), full
+    output = weights.to(value.dtype).reshape(batch, kv_heads, group * length, positions) @ value
+    return output.view(batch, kv_heads * group, length, -1).transpose(1, 2)
 
 
 def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -7,7 +7,9 @@ before the first that changed are final, and each pass makes at least one more s
 the last steps proves that the sets are those of token-by-token decoding of these tokens.
 
 Steps that are final are not run again, and after the first pass only as many later ones as are likely to settle soon:
-what the others see is a guess that earlier steps would overthrow.
+what the others see is a guess that earlier steps would overthrow. Where each layer decides by its own attention alone
+(`Plan.layers_are_apart`), one pass is enough: what a layer's queries look at is known before they attend to anything,
+so the policy is replayed there and then, layer by layer, and the pass runs under the right sets.
 """
 
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 from kvsim_traces import CaptureError
 
+from kvsim.engines.stepper import Stepper
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.live.decode import check_forced
 from kvsim.live.masked_pass import NEVER, IntArray, Lane, masked_pass
@@ -35,7 +38,7 @@ __all__ = ["ClosedLoop", "Pass", "closed_loop"]
 BATCH = 8
 """Policies in one pass, by default; memory holds their rows of all steps."""
 
-NARROWEST = 16
+NARROWEST = 24
 """Steps in a pass, where so many are left: a few more cost little beside reading the model's weights."""
 
 
@@ -185,9 +188,25 @@ class _Run:
         first = self.sequence.evicted_at
         open_loop = _open_loop(prefix, policy, forced)
         guess = first if open_loop is None else np.where(first == 0, 0, np.where(open_loop == 0, -1, open_loop))
-        self._gone = np.where(guess < 0, NEVER, guess)
-        self.lane = Lane(prefix, forced, per_head(self.sequence.plan, self._gone))
+        self._gone = _gone(guess)
+        self.lane = Lane(prefix, forced, np.array(per_head(self.sequence.plan, self._gone)))
+        if self.sequence.plan.layers_are_apart:
+            self.lane.decide = self._decide_layer
         self.width = self.steps
+
+    def _decide_layer(self, place: int) -> IntArray:
+        """Replay an eligible layer on its rows of all steps; give the last step that sees each position, [Hk, n]."""
+        plan, prompt = self.sequence.plan, self.lane.prefix.length
+        layer = plan.of_layer(place)
+        stepper = Stepper(layer, prompt, prompt + self.steps)
+        rows = self.lane.rows[plan.groups.layers[place]]
+        for t in range(1, self.steps + 1):
+            stepper.step(t, rows[None, :, t - 1, : prompt + t].astype(np.float64))
+        gone = _gone(stepper.evicted_at)
+        groups = slice(place * len(gone), (place + 1) * len(gone))
+        self._gone[groups] = gone
+        of_heads: IntArray = per_head(layer, gone)[0]
+        return of_heads
 
     def replay(self, width: int) -> None:
         """Replay the policy on what a pass saw, from the first step that was not final."""
@@ -216,8 +235,9 @@ class _Run:
         now = ahead.evicted_at
         later = np.where(self._gone > ahead.done, self._gone, NEVER)
         self._gone = np.where(now < 0, later, now)
-        self.lane.gone = per_head(ahead.plan, self._gone)
-        self.width = min(self.steps - self.lane.final, max(NARROWEST, 3 * (self.lane.final - first)))
+        self.lane.gone = np.array(per_head(ahead.plan, self._gone))
+        self.lane.decide = None
+        self.width = min(self.steps - self.lane.final, max(NARROWEST, 4 * (self.lane.final - first)))
 
     def finished(self) -> ClosedLoop:
         """Give the outcome."""
@@ -245,3 +265,8 @@ def _open_loop(prefix: Prefix, policy: Policy, forced: list[int]) -> IntArray | 
     except (PolicyError, CaptureError):
         return None
     return result.evicted_at
+
+
+def _gone(evicted_at: IntArray) -> IntArray:
+    """Give the last step that sees each position, `NEVER` if all do."""
+    return np.where(evicted_at < 0, NEVER, evicted_at)

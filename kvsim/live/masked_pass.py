@@ -1,6 +1,6 @@
 """One forward over many decode steps at once, in which each step sees exactly what it is said to."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvsim.errors import KvsimError
-from kvsim.live.attention import Call, masked_attention, watched
+from kvsim.live.attention import Call, attended, full_rows, masked_logits, watched
 from kvsim.live.prefix import Floats, Prefix, PrefixLayer, cache_argument, to_numpy
 
 __all__ = ["NEVER", "IntArray", "Lane", "masked_pass"]
@@ -36,6 +36,9 @@ class Lane:
 
     Attributes
     ----------
+    decide : callable or None
+        Called in a pass over all steps with the number of an eligible layer, before its queries attend to anything;
+        its rows are there. Gives that layer's part of `gone`.
     final : int
         Steps, from the first on, that no pass will change again.
     rows, queries : array
@@ -47,6 +50,7 @@ class Lane:
     def __init__(self, prefix: Prefix, tokens: list[int], gone: IntArray) -> None:
         first, steps = prefix.layers[0], len(tokens)
         self.prefix, self.tokens, self.gone, self.final = prefix, tokens, gone, 0
+        self.decide: Callable[[int], IntArray] | None = None
         shape = len(prefix.layers), prefix.num_heads, steps
         # Zeros take no memory until they are written to.
         self.rows: Floats = np.zeros((*shape, prefix.length + steps), np.float32)
@@ -109,10 +113,6 @@ class _PassWatcher:
 
     def __init__(self, lanes: Items[Lane], windows: list[slice], steps: torch.Tensor) -> None:
         self._lanes, self._windows, self._steps, self._prefix = lanes, windows, steps, lanes[0].prefix
-        gone = np.stack([lane.gone for lane in lanes], axis=1)
-        if bool((gone == gone[:, :, :1]).all()):
-            gone = gone[:, :, :1]
-        self._gone = torch.from_numpy(gone).to(steps.device)
         self._place = {layer: place for place, layer in enumerate(self._prefix.eligible)}
         self._seen: dict[tuple[str, int | None], torch.Tensor] = {}
 
@@ -125,12 +125,9 @@ class _PassWatcher:
         kind = layer.info.type, layer.info.sliding_window
         if kind not in self._seen:
             self._seen[kind] = _causal(layer, self._prefix.length + self._steps, call.key.shape[2])
-        seen = visible = self._seen[kind]
-        eligible = ordinal in self._place
-        if eligible:
-            # Steps count from 1 where they evict.
-            visible = seen & (self._gone[self._place[ordinal]].unsqueeze(2) > self._steps[:, None, :, None])
-        output, rows = masked_attention(call, visible, seen, rows=eligible)
+        seen = self._seen[kind]
+        logits = masked_logits(call, seen)
+        rows = full_rows(call, logits) if ordinal in self._place else None
         for row, (lane, window) in enumerate(zip(self._lanes, self._windows, strict=True)):
             # Steps that are final only fill the pass up.
             old = lane.final - window.start
@@ -138,7 +135,18 @@ class _PassWatcher:
             if rows is not None:
                 lane.rows[ordinal][:, own] = to_numpy(rows[row, :, old:])
             lane.queries[ordinal][:, own] = to_numpy(call.query[row, :, old:])
-        return output
+        return attended(call, logits, seen if rows is None else seen & self._visible(self._place[ordinal]))
+
+    def _visible(self, place: int) -> torch.Tensor:
+        """Mark what an eligible layer's queries see, [lanes, Hk or 1, q, n]."""
+        for lane, window in zip(self._lanes, self._windows, strict=True):
+            if lane.decide is not None and window == slice(0, len(lane.tokens)):
+                lane.gone[place] = lane.decide(place)
+        gone = np.stack([lane.gone[place] for lane in self._lanes])
+        if (gone == gone[:, :1]).all():
+            gone = gone[:, :1]
+        # Steps count from 1 where they evict.
+        return torch.from_numpy(gone).to(self._steps.device).unsqueeze(2) > self._steps[:, None, :, None]
 
 
 def _causal(layer: PrefixLayer, own: torch.Tensor, positions: int) -> torch.Tensor:

@@ -12,8 +12,14 @@ from recording import PROMPT, VOCAB, tiny
 from token_texts import byte_level
 
 from kvsim.errors import KvsimError, PolicyError
+from kvsim.live import closed_loop as closed_loop_module
 from kvsim.live import decode, prefill, prefix_of_trace
+from kvsim.live import masked_pass as masked_pass_module
 from kvsim.live.closed_loop import closed_loop
+from kvsim.live.masked_pass import NEVER
+from kvsim.live.sequence import Sequence
+from kvsim.policy import parse
+from kvsim.replay import choose_budget
 
 L0 = len(PROMPT)
 STEPS = 12
@@ -157,6 +163,50 @@ def test_policies_together_are_policies_one_by_one(llama, prefix):
         assert np.array_equal(one.result.evicted_at, two.result.evicted_at)
         assert np.array_equal(one.result.evicted_at, three.result.evicted_at)
         certified(two)
+
+
+APART = ["tova", "h2o", "scissorhands:4", "ema:0.8/group=head/refresh=3", "window:3,pool=3/group=layer"]
+
+
+def test_layers_that_decide_alone_take_one_pass(llama, prefix):
+    for loop, run in zip(
+        closed_loop(llama, prefix, FORCED, APART, budget=BUDGET), live(llama, prefix, APART), strict=True
+    ):
+        same(loop, run)
+        assert loop.result.plan.layers_are_apart
+        assert len(loop.passes) == 1
+
+
+def test_a_wrong_decision_in_a_pass_is_found_out(llama, prefix, monkeypatch):
+    def nothing_goes(run, place):
+        return np.full_like(run.lane.gone[place], NEVER)
+
+    monkeypatch.setattr(closed_loop_module._Run, "_decide_layer", nothing_goes)
+    for loop, run in zip(
+        closed_loop(llama, prefix, FORCED, APART, budget=BUDGET), live(llama, prefix, APART), strict=True
+    ):
+        same(loop, run)
+        assert len(loop.passes) > 1
+
+
+def test_passes_that_ignore_their_masks_are_no_live_decoding(llama, prefix, monkeypatch):
+    attended = masked_pass_module.attended
+    blind = lambda call, logits, visible: attended(call, logits, torch.ones_like(visible))  # noqa: E731
+    monkeypatch.setattr(masked_pass_module, "attended", blind)
+    loops = closed_loop(llama, prefix, FORCED, FEW, budget=BUDGET)
+    differ = [
+        not np.array_equal(loop.result.evicted_at, run.evicted_at)
+        for loop, run in zip(loops, live(llama, prefix, FEW), strict=True)
+    ]
+    assert differ == [policy not in ("snapkv:4", "full") for policy in FEW]
+
+
+def test_only_layers_that_are_apart_have_a_plan_of_their_own(llama, prefix):
+    for policy in ("ema:0.8", "keydiff", "ema:0.8/score=vnorm/group=layer", "rkv:4", "adaptive/group=layer"):
+        plan = parse(policy).with_budget(choose_budget(budget=BUDGET)).plan(Sequence(parse("full"), prefix, 3).trace)
+        assert not plan.layers_are_apart
+        with pytest.raises(ValueError, match="not decided by its own attention alone"):
+            plan.of_layer(0)
 
 
 def test_too_few_passes_are_not_exact(llama, prefix):

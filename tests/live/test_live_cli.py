@@ -239,7 +239,10 @@ def other_models(folder, tmp_path):
     weights = tiny("llama-gqa3", vocab_size=VOCAB)
     with torch.no_grad():
         weights.lm_head.weight[0, 0] += 1
-    yield save(tmp_path / "a", num_hidden_layers=2), "another model (tiny): its config has num_hidden_layers 3, this one 2"
+    yield (
+        save(tmp_path / "a", num_hidden_layers=2),
+        "another model (tiny): its config has num_hidden_layers 3, this one 2",
+    )
     yield save(tmp_path / "b", tokenizer=sentencepiece()), "another tokenizer (tiny)"
     yield save(tmp_path / "c", model=weights), "other weights (tiny, hash"
 
