@@ -42,7 +42,7 @@ def results_of(given: Results) -> list[Result]:
 
 
 def rows_of(given: Rows, *needed: str) -> list[Row]:
-    """List rows as dicts.
+    """List rows as dicts, recordings of the same name told apart by the start of their hashes.
 
     Raises
     ------
@@ -61,7 +61,11 @@ def rows_of(given: Rows, *needed: str) -> list[Row]:
     for name in needed:
         if name not in names:
             raise unknown_name("column", name, names)
-    return rows
+    if not {"trace", "trace_hash"} <= names.keys():
+        return rows
+    known = {row["trace_hash"]: row["trace"] for row in rows if row.get("trace_hash") and row.get("trace")}
+    traces = _told_apart(known)
+    return [row | {"trace": traces[row["trace_hash"]]} if row.get("trace_hash") in traces else row for row in rows]
 
 
 def _rows(one: Any) -> list[Row]:
@@ -70,8 +74,8 @@ def _rows(one: Any) -> list[Row]:
     for name in TABLES:
         if hasattr(one, name):
             table = getattr(one, name)
-            labels = {"policy": getattr(one, "policy", None), "trace": getattr(one, "trace_name", None)}
-            known = {label: value for label, value in labels.items() if value is not None}
+            labels = {"policy": "policy", "trace": "trace_name", "trace_hash": "trace_hash"}
+            known = {label: value for label, name in labels.items() if (value := getattr(one, name, None)) is not None}
             return [known | row for part in (table() if callable(table) else table) for row in _rows(part)]
     if hasattr(one, "summary"):
         return [dict(one.summary())]
@@ -127,7 +131,11 @@ def series_of(results: Sequence[Result]) -> list[str]:
 
 def trace_labels(results: Sequence[Result]) -> dict[str, str]:
     """Name recordings by hash; names that occur twice get the start of the hash."""
-    names = {result.trace_hash: result.trace_name for result in results}
+    return _told_apart({result.trace_hash: result.trace_name for result in results})
+
+
+def _told_apart(names: Mapping[str, str]) -> dict[str, str]:
+    """Give the names of recordings by hash, followed by the start of the hash where two have the same."""
     twice = {name for name in names.values() if list(names.values()).count(name) > 1}
     return {key: f"{name} {key[:6]}" if name in twice else name for key, name in names.items()}
 

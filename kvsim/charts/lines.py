@@ -7,7 +7,7 @@ import altair as alt
 import numpy as np
 import numpy.typing as npt
 
-from kvsim.charts.intake import Results, notes_of, points_each, results_of, series_of, thinned
+from kvsim.charts.intake import Results, notes_of, points_each, results_of, series_of, thinned, trace_labels
 from kvsim.charts.naming import name_of
 from kvsim.charts.style import GREY, HEIGHT, WIDTH, Row, distinct, embed, heading, layered, marked, number
 from kvsim.engines.outcome import METRICS
@@ -167,12 +167,12 @@ def attended_pairs(results: Results) -> alt.LayerChart:
     """
     found = results_of(results)
     lines = {name: _pairs(result) for name, result in zip(series_of(found), found, strict=True)}
+    traces = trace_labels(found)
     for result in {result.trace_hash: result for result in found}.values():
-        several = len({other.trace_hash for other in found}) > 1
         steps = np.arange(1, result.num_steps + 1)
         heads = len(result.plan.groups.layers) * result.plan.groups.num_kv_heads
         full = np.cumsum((result.prompt_length + steps) * float(heads))
-        lines.setdefault("full cache" + (f", {result.trace_name}" if several else ""), (steps, full))
+        lines.setdefault("full cache" + (f", {traces[result.trace_hash]}" if len(traces) > 1 else ""), (steps, full))
     title = heading("Attended pairs up to a step", *notes_of(found))
     y = "query–key pairs, over layers and KV heads"
     return step_chart(lines, title, y, scale=alt.Scale(zero=True, nice=True))

@@ -39,7 +39,7 @@ def oracle_gap(given: Result | Rows) -> alt.LayerChart:
     notes: list[str] = []
     if items and all(isinstance(item, Result) for item in items):
         results = results_of(items)
-        table = oracle_gap_rows(results)
+        table = rows_of(oracle_gap_rows(results))
         notes = notes_of(results)
         best = dict.fromkeys(without_budget(row["reference"]) for row in table)
         notes.append(f"dotted: the optimum, {' and '.join(best)}")
@@ -63,8 +63,8 @@ def oracle_gap_rows(results: Iterable[Result]) -> list[Row]:
     Returns
     -------
     list of dict
-        ``trace``, ``policy``, ``step``, ``kept_mass``, ``optimum``, ``reference`` (the oracle's policy); none for that
-        oracle itself.
+        ``trace``, ``trace_hash``, ``policy``, ``step``, ``kept_mass``, ``optimum``, ``reference`` (the oracle's
+        policy); none for that oracle itself.
 
     Raises
     ------
@@ -92,7 +92,8 @@ def oracle_gap_rows(results: Iterable[Result]) -> list[Row]:
             continue
         kept = result.outcome.metrics["kept_mass"].tolist()
         most = reference.outcome.metrics["kept_mass"].tolist()
-        names = {"trace": result.trace_name, "policy": result.policy, "reference": reference.policy}
+        names = {"trace": result.trace_name, "trace_hash": result.trace_hash}
+        names |= {"policy": result.policy, "reference": reference.policy}
         pairs = enumerate(zip(kept, most, strict=True), start=1)
         rows += [{**names, "step": step, "kept_mass": own, "optimum": bound} for step, (own, bound) in pairs]
     if not rows:

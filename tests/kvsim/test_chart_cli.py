@@ -5,6 +5,7 @@ import json
 
 import pytest
 from cases import SAMPLES
+from making import Recording
 from specs import rows_of_chart
 from typer.testing import CliRunner
 
@@ -145,3 +146,26 @@ def test_a_chart_that_cannot_be_written_leaves_nothing(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "file"]
     assert files.SUFFIXES.keys() == {".html", ".json", ".png", ".svg"}
     assert rows_of_chart(chart)
+
+
+def shown(spec):
+    """Every recording's name that a chart shows, in a title or a legend, and how many numbers it holds in all."""
+    text = json.dumps(spec, ensure_ascii=False)
+    return text, sum(map(len, spec["datasets"].values()))
+
+
+@pytest.mark.parametrize(
+    "kind", ["attended-pairs", "oracle-gap", "alpha", "budgets", "cost", "tradeoff", "stability", "spectrum"]
+)
+def test_recordings_of_the_same_name_are_told_apart(kind, tmp_path):
+    words = ["--policy", "ema:0.8", "--policy", "ema:0.5", "--budget", 4]
+    words = ["--scorer", "recency", "--budget", 4] if kind == "spectrum" else words
+    traces = [Recording(seed=seed).write(tmp_path / str(seed) / "run", "heads") for seed in (0, 1)]
+    other = Recording(seed=1).write(tmp_path / "other", "heads")
+    spec = json.loads(run(kind, *traces, *words, "--json").stdout)
+    text, rows = shown(spec)
+    for trace in traces:
+        assert f"run {kvsim.open_trace(trace).hash[:6]}" in text
+    assert rows == shown(json.loads(run(kind, traces[0], other, *words, "--json").stdout))[1]
+    lines = [[row["series"], row["step"]] for rows in spec["datasets"].values() for row in rows if "step" in row]
+    assert all(lines.count(line) == 1 for line in lines)
