@@ -1,7 +1,6 @@
 """Momentum dominance (InertiaKV section 5.3), measured: what of a change of the scores reaches the state."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -14,7 +13,7 @@ from kvsim_traces import Trace, open_trace
 from kvsim.correlation import top_jaccard
 from kvsim.engines.outcome import Progress
 from kvsim.errors import KvsimError
-from kvsim.grammar import parse_part
+from kvsim.grammar import format_float, parse_part
 from kvsim.head import Coefficients
 from kvsim.plan import FloatArray, ScoreSource
 from kvsim.policy import Policy
@@ -25,6 +24,9 @@ from kvsim.shadow import LinearPlan, bundles, full_scores, linear_plans
 __all__ = ["DEFAULT_POLICIES", "Momentum", "momentum"]
 
 DEFAULT_POLICIES = ("ema:0.8", "ema:0.8,over=step")
+
+MOST_NOISE = 1e6
+"""Of more, the scores are not even a rounding error."""
 
 Change = Callable[[int, FloatArray], FloatArray]
 """Gives the changed scores [G, K, n] of a step (from 1) from the scores."""
@@ -132,7 +134,7 @@ def momentum(
         Scorers that take the place of a policy's own, such as ``"vnorm"``.
     noise : sequence of float
         Relative L2 norms of Gaussian noise, equally large at all positions, that is added to every layer's scores anew
-        at every step: 0.82 for the paper's 82%.
+        at every step: 0.82 for the paper's 82%; from 0 to 1e6.
     compression_ratio, budget
         As for `kvsim.replay`; a policy's own budget beats them.
     seed : int
@@ -148,15 +150,16 @@ def momentum(
     Raises
     ------
     KvsimError
-        If there is no change, a policy is not a linear rule, or a scorer cannot run on the recording.
+        If there is no change, a noise is out of range, a policy is not a linear rule, or a scorer cannot run on the
+        recording.
     """
     chosen = choose_budget(compression_ratio, budget)
-    names = [f"score={scorer}" for scorer in scores] + [f"noise:{size:g}" for size in noise]
+    names = [f"score={scorer}" for scorer in scores] + [f"noise:{format_float(size)}" for size in noise]
     if not names:
         raise KvsimError("name a change of the scores: scores=['vnorm'] or noise=[0.82]")
     for size in noise:
-        if not (math.isfinite(size) and size >= 0):
-            raise KvsimError(f"noise must be a number of at least 0, got {size}")
+        if not 0 <= size <= MOST_NOISE:
+            raise KvsimError(f"noise must be a number from 0 to {MOST_NOISE:g}, got {size}")
     trace = trace if isinstance(trace, Trace) else open_trace(trace)
     plans = linear_plans(trace, policies, chosen)
     together = bundles(plans)

@@ -186,9 +186,11 @@ def test_bad_input_is_an_error(tmp_path):
     trace = write_trace(tmp_path / "t")
     with pytest.raises(KvsimError, match="name a change"):
         momentum(trace)
-    for noise in (-1, float("nan"), float("inf")):
+    for noise in (-1, float("nan"), float("inf"), 1e200):
         with pytest.raises(KvsimError, match="noise"):
             momentum(trace, noise=[noise])
+    found = momentum(trace, ["ema"], noise=[1e6, 0.8200001])
+    assert [one.change for one in found] == ["noise:1000000", "noise:0.8200001"]
     words = ["analyze", "momentum", "--trace", trace.path]
     assert "did you mean 'vnorm'" in run(*words, "--score", "vnrom", code=2).stderr
     assert "linear rule" in run(*words, "--policy", "snapkv:6", code=2).stderr
