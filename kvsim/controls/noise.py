@@ -121,8 +121,9 @@ class _Warmup(AlphaChooser):
         for visible, scores, budget in zip(moment.visible, moment.scores, self.plan.budgets, strict=True):
             for layer in scores:
                 next(rows)[visible[top(layer, int(budget))]] = 1
-        sizes = marks.sum(axis=1)
-        both = marks @ marks.T
+        # Counts below 2^24 are exact in float32, and their products fast; shares of them are not.
+        sizes = marks.sum(axis=1, dtype=np.float64)
+        both = (marks @ marks.T).astype(np.float64)
         first, second = np.nonzero(self._layer_of_row[:, None] < self._layer_of_row)
         if first.size:
             common = both[first, second]

@@ -107,7 +107,7 @@ def test_the_noise_selector_measures_what_it_says(tmp_path):
     decide(moment(4, [*two, 0, 0, 9], [[*two, 0, 0, 0]] * 2))
     # Layers: {0,1} and {0,2}, equal, disjoint. States: {0,1}, {0,2}, {0,2}.
     sigma, delta = np.mean([2 / 3, 0, 1]), np.mean([2 / 3, 0])
-    assert decide.signals == pytest.approx({"sigma": sigma, "delta": delta, "eta": sigma / delta})
+    assert decide.signals == pytest.approx({"sigma": sigma, "delta": delta, "eta": sigma / delta}, rel=1e-12)
     assert decide.alpha == least_risk(sigma, delta) == 0.3
     decide(moment(5, [*three, 0, 0, 0, 0], [[*one, 0, 0, 0, 0]] * 2))
     assert decide.alpha == 0.3
