@@ -1,5 +1,7 @@
 """The command line: ``kvsim replay --trace DIR --policy ema:0.9``."""
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -70,5 +72,8 @@ app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """Entry point of the ``kvsim`` command."""
+    """Entry point of the ``kvsim`` command; characters that a terminal cannot show are printed as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     app()

@@ -1,10 +1,14 @@
 """Where policies part: positions, moments and masses, checked against plain sets."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from cases import SAMPLES, write_trace
+from making import Recording
 from typer.testing import CliRunner
 
 import kvsim
@@ -143,3 +147,13 @@ def test_the_command(tmp_path):
     assert "at least two" in run("ema:0.8", "--trace", sample, code=2).stderr
     assert "the same group=" in run("ema:0.8", "tova", "--trace", sample, code=2).stderr
     assert "--trace DIR" in run("ema:0.8", "single", code=2).stderr
+
+
+def test_tokens_that_the_terminal_cannot_show_are_escaped(tmp_path):
+    recording = Recording()
+    recording.texts = ["é؆😀".encode(), b"\xff"] * (len(recording.texts) // 2)
+    trace = recording.write(tmp_path / "t", "heads")
+    words = ["analyze", "diff", "ema:0.8", "single", "--trace", str(trace), "--budget", "5"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run([sys.executable, "-m", "kvsim", *words], env=env, capture_output=True, text=True, check=True)
+    assert r"'\xe9\u0606\U0001f600'" in shown.stdout
