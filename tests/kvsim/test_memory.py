@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 from cases import write_trace
+from kvsim_traces import LayerInfo
+from making import Recording
 from typer.testing import CliRunner
 
 import kvsim
@@ -77,5 +79,8 @@ def test_the_command(tmp_path):
     write_trace(tmp_path / "u")
     assert "2 recordings" in run("--policy", "ema", "--trace", tmp_path / "*", code=2).stderr
     assert "layers" in run("--policy", "ema", "--layers", 10**9, code=2).stderr
+    sliding = LayerInfo("sliding_attention", eligible=False, sliding_window=4)
+    none = Recording(layers=1).write(tmp_path / "none", "heads", layers=[sliding])
+    assert f"{none}: no recorded layer is eligible" in run("--policy", "ema", "--trace", none, code=2).stderr
     with pytest.raises(KvsimError, match="steps"):
         memory("ema", 3, steps=0)

@@ -38,6 +38,8 @@ def memory(
             raise KvsimError(f"--trace {trace}: matches {len(locations)} recordings; name one")
         recording = open_trace(locations[0])
         layers, steps = len(recording.eligible_layers), recording.num_steps
+        if not layers:
+            raise KvsimError(f"{recording.path}: no recorded layer is eligible for eviction")
     assert layers is not None
     found = [measure(text, layers, steps=steps) for text in policy]
     if as_json:
