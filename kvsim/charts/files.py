@@ -27,6 +27,8 @@ def check_path(path: str | Path) -> Path:
         If the suffix is unknown, the path is a directory, or a picture is asked for without the extra ``charts``.
     """
     path = Path(path)
+    if path.name in SUFFIXES:
+        raise KvsimError(f"{path}: is a suffix alone; name a file, such as chart{path.name}")
     if path.suffix not in SUFFIXES:
         raise unknown_name("suffix of a chart's file", path.suffix or path.name, SUFFIXES)
     if path.is_dir():

@@ -162,6 +162,9 @@ def _oracle_gap(request: Request) -> "Chart":
     from kvsim import charts
 
     policies = request.chosen()
+    for policy in policies:
+        if policy.budget is None:
+            raise KvsimError(f"{policy}: has no budget, so there is no optimum to compare it with; leave it out")
     best = [] if any(policy.head.name == "oracle" for policy in policies) else _optima(policies)
     try:
         results = request.results([*(parse(f"oracle:exact{axes}") for axes in best), *policies])
@@ -219,8 +222,11 @@ def _tradeoff(request: Request) -> "Chart":
 
 def _stability(request: Request) -> "Chart":
     from kvsim import charts
+    from kvsim.pairs import BOUNDS
     from kvsim.stability import DEFAULT_POLICIES, rank_stability
 
+    if request.bound is not None and request.bound not in BOUNDS:
+        raise unknown_name("bound", request.bound, BOUNDS)
     policies = request.chosen(*DEFAULT_POLICIES)
     found = [
         one for trace in request.traces for one in rank_stability(trace, policies, shuffles=0, progress=request.advance)

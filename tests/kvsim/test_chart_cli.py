@@ -117,7 +117,11 @@ def test_without_the_extra_pages_load_their_libraries_and_pictures_are_refused(t
         (["tradeoff", MULTI, "--policy", "tova", "--h", "-1", "--out", "a.html"], "h must be"),
         (["spectrum", MULTI, "--scorer", "fame", "--out", "a.html"], "unknown score 'fame'"),
         (["memory", MULTI, "--policy", "snapkv:16", "--out", "a.html"], "not a linear rule"),
-        (["stability", MULTI, *BOTH, "--bound", "tight", "--out", "a.html"], "unknown column 'tight'"),
+        (["stability", MULTI, *BOTH, "--bound", "tight", "--out", "a.html"], "unknown bound 'tight'"),
+        (["stability", MULTI, *BOTH, "--bound", "group", "--out", "a.html"], "valid: asymptotic, finite"),
+        (["stability", MULTI, *BOTH, "--bound", "delta", "--out", "a.html"], "valid: asymptotic, finite"),
+        (["oracle-gap", MULTI, "--policy", "full", "--out", "a.html"], "full: has no budget"),
+        (["kept-mass", MULTI, *BOTH, "--out", ".html"], ".html: is a suffix alone"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(words, message, tmp_path, monkeypatch):
