@@ -9,7 +9,7 @@ from kvsim.control import Control
 from kvsim.controls.disagreement import Disagreement
 from kvsim.controls.noise import Noise
 from kvsim.controls.tracking import Tracking
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, unknown_name
 from kvsim.head import Rule, register
 from kvsim.plan import Plan
 from kvsim.policies.ema import Ema
@@ -64,6 +64,10 @@ class Adaptive(Rule):
     high: float = field(default=0.95, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.how not in _TAKES:
+            raise unknown_name("how of 'adaptive'", self.how, _TAKES)
+        if self.over not in ("both", "step"):
+            raise unknown_name("over of 'adaptive'", self.over, ("both", "step"))
         takes = _COMMON + _TAKES[self.how]
         for own in dataclasses.fields(self):
             value = getattr(self, own.name)

@@ -6,9 +6,11 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from kvsim.context import Context
-from kvsim.errors import PolicyError
+from kvsim.errors import PolicyError, unknown_name
 from kvsim.head import Coefficients, LinearRule, register
 from kvsim.plan import Plan
+
+_OVERS = "both", "step", "layer"
 
 
 @register
@@ -33,6 +35,8 @@ class Ema(LinearRule):
     def __post_init__(self) -> None:
         if not 0 <= self.alpha < 1:
             raise PolicyError(f"alpha of 'ema' must be in [0, 1), got {self.alpha}")
+        if self.over not in _OVERS:
+            raise unknown_name("over of 'ema'", self.over, _OVERS)
         # Minus zero is zero, and must print like it.
         object.__setattr__(self, "alpha", self.alpha + 0.0)
 

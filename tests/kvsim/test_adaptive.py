@@ -16,6 +16,7 @@ from kvsim.controls.noise import GRID, least_risk, risk
 from kvsim.engines import ENGINES
 from kvsim.engines.reference import settle
 from kvsim.policies.adaptive import Adaptive
+from kvsim.policies.ema import Ema
 from kvsim.replay import choose_budget
 from kvsim.synth import Synthetic, synthetic_of, write_synthetic
 
@@ -295,6 +296,19 @@ def test_canonical_strings(text, canonical):
 def test_bad_arguments(text, message):
     with pytest.raises(kvsim.PolicyError, match=message):
         kvsim.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Ema(0.8, over="steps"), "unknown over of 'ema' 'steps'; did you mean 'step'"),
+        (lambda: Adaptive("noise", over="layer"), "unknown over of 'adaptive' 'layer'"),
+        (lambda: Adaptive("noises"), "unknown how of 'adaptive' 'noises'; did you mean 'noise'"),
+    ],
+)
+def test_objects_are_checked_as_strings_are(make, message):
+    with pytest.raises(kvsim.PolicyError, match=message):
+        make()
 
 
 def test_the_list_of_policies_has_it():
