@@ -106,12 +106,16 @@ def optimum(
     Raises
     ------
     KvsimError
-        If the method is unknown, a budget is below 1, the recording has no single heads and ``group=head`` needs them,
-        its exact optimum would take too large a linear program, or pooled budgets would take too much memory.
+        If the method is unknown, a budget is below 1 or no whole number, there are not as many as groups, the recording
+        has no single heads and ``group=head`` needs them, its exact optimum would take too large a linear program, or
+        pooled budgets would take too much memory.
     """
     if method not in METHODS:
         raise unknown_name("method of 'oracle'", method, METHODS)
-    per_group = np.broadcast_to(np.asarray(budgets, dtype=np.int64), (groups.count,))
+    given = np.asarray(budgets)
+    if given.dtype.kind not in "iu" or given.shape not in ((), (groups.count,)):
+        raise KvsimError(f"budgets must be a whole number of tokens, or {groups.count} of them, got {budgets!r}")
+    per_group = np.broadcast_to(given.astype(np.int64), (groups.count,))
     if (per_group < 1).any():
         raise KvsimError(f"budgets must be at least 1 token, got {per_group.min()}")
     if groups.kind == "head" and trace.capture == "scores":

@@ -164,6 +164,9 @@ def test_unknown_methods_and_budgets_are_refused(tmp_path):
         oracle.optimum(trace, result.plan.groups, 5, "past")
     with pytest.raises(kvsim.KvsimError, match="at least 1 token, got 0"):
         oracle.optimum(trace, result.plan.groups, 0)
+    for budgets in (2.7, [5, 5]):
+        with pytest.raises(kvsim.KvsimError, match="whole number of tokens, or 3 of them"):
+            oracle.optimum(trace, result.plan.groups, budgets)
     with pytest.raises(kvsim.KvsimError, match="valid: bound, exact"):
         oracle.gap(result, trace, "future")
     with pytest.raises(kvsim.KvsimError, match="lets the cache grow"):
