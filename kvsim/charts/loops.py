@@ -1,5 +1,6 @@
 """How far open loops can be trusted: their sets beside a run's, and whether replays predict answers."""
 
+import math
 from typing import Any
 
 import altair as alt
@@ -22,6 +23,7 @@ from kvsim.charts.style import (
     stacked,
 )
 from kvsim.errors import unknown_name
+from kvsim.policy import parse
 from kvsim.predictions import LOOPS, MEASURES, budget_of
 from kvsim.predictions import prediction as measure_prediction
 
@@ -122,7 +124,7 @@ def prediction(rows: Rows, measure: str = "kept_mass") -> alt.VConcatChart:
     settings = list(dict.fromkeys((row["task"], row["length"]) for row in table))
     lines = measure_prediction(table, resamples=1)
     series = list(dict.fromkeys(without_budget(row["policy"]) for row in table))
-    encodings = distinct(series, "policy")
+    encodings = distinct(series, "policy") | {"size": _sizes(table)}
     title, axis = name_of(measure)
     panels = []
     for index, (task, length) in enumerate(settings):
@@ -136,7 +138,7 @@ def prediction(rows: Rows, measure: str = "kept_mass") -> alt.VConcatChart:
             ]
             name = alt.TitleParams(
                 f"{task} at {length}, {loop} loop",
-                subtitle="; ".join(told),
+                subtitle=told,
                 subtitleColor=GREY,
                 anchor="start",
                 fontSize=11,
@@ -150,7 +152,21 @@ def prediction(rows: Rows, measure: str = "kept_mass") -> alt.VConcatChart:
         f"means of {samples} samples",
         "rho: over policies of one budget; AUC: over pairs of policies on one sample, 0.5 is chance",
     )
-    return stacked(panels, heading(f"Live score against replayed {title.lower()}", *notes), "color", "shape")
+    return stacked(panels, heading(f"Live score against replayed {title.lower()}", *notes), "color", "shape", "size")
+
+
+def _sizes(rows: list[Row]) -> alt.Size:
+    """Give budgets sizes, the largest budget the largest point."""
+    amounts = {budget_of(row["policy"]): _amount(row["policy"]) for row in rows}
+    order = sorted(amounts, key=lambda name: amounts[name])
+    sizes = np.linspace(45, 130, len(order)).tolist() if len(order) > 1 else [80]
+    legend = alt.Legend(title="budget B", symbolFillColor=GREY) if len(order) > 1 else None
+    return alt.Size("budget:N", sort=order, scale=alt.Scale(domain=order, range=sizes), legend=legend)
+
+
+def _amount(policy: str) -> float:
+    budget = parse(policy).budget
+    return math.inf if budget is None else float(budget.tokens or budget.keep_ratio or 0)
 
 
 def _quality(line: Row) -> str:
@@ -178,9 +194,11 @@ def _points(
     x, y = number("x", axis), number("y", "live score (0 to 100)", scale=alt.Scale(domain=[0, 100]))
     base = alt.Chart(embed(points)).encode(x=alt.X(**x), y=alt.Y(**y))
     tips = ["policy:N", alt.Tooltip("x:Q", title=column, format=".3f"), alt.Tooltip("y:Q", title="score", format=".1f")]
-    marks = base.mark_point(filled=True, size=80, opacity=0.9)
-    marks = marks.encode(color=encodings["color"], shape=encodings["shape"], tooltip=[*tips, "samples:Q"])
-    layers = [marks]
-    if len({point["budget"] for point in points}) > 1:
-        layers.append(base.mark_text(fontSize=8, dx=6, dy=-6, align="left", color=GREY).encode(text="budget:N"))
-    return layered(*layers, width=300, height=HEIGHT, title=title)
+    marks = base.mark_point(filled=True, opacity=0.9)
+    marks = marks.encode(
+        color=encodings["color"],
+        shape=encodings["shape"],
+        size=encodings["size"],
+        tooltip=[*tips, "samples:Q"],
+    )
+    return layered(marks, width=300, height=HEIGHT, title=title)

@@ -5,6 +5,7 @@ import json
 import math
 
 import numpy as np
+import polars as pl
 import pytest
 import scipy.stats
 from asking import run, run_json, save_model
@@ -225,6 +226,49 @@ def test_the_table(tmp_path):
         ["closed", "kept", "mass", "-", "0.50", "[0.50,", "0.50]", "4"],
     ]
     assert run_json("analyze", "prediction", file)["results"] == prediction(rows)
+
+
+def test_the_overview_of_all_tasks(tmp_path):
+    rows = [
+        one | {"task": task, "policy": one["policy"].replace("10%", budget), "open_survival": None, "answer_tokens": n}
+        for budget in ("10%", "20%")
+        for task, n in (("vt", 8), ("fwe", 16))
+        for one in rows_of([[100, 100, 0], [100, 0, 0]], open_kept_mass=[[0.9, 0.8, 0.1]] * 2)
+    ]
+    file = tmp_path / "rows.parquet"
+    pl.DataFrame(rows, infer_schema_length=None).write_parquet(file)
+    assert read_predictions([file]) == rows
+    assert run_json("analyze", "prediction", file)["results"] == prediction(rows)
+    printed = run("analyze", "prediction", file).stdout.splitlines()
+    assert [line for line in printed if line.startswith("B = ")] == [
+        f"B = {budget}: {what}"
+        for budget in ("10%", "20%")
+        for what in (
+            "AUC over pairs of policies on one sample, 0.5 is chance",
+            "rank correlation over policies",
+        )
+    ]
+    assert [line.split() for line in printed if line.startswith(("vt", "fwe"))][:4] == [
+        ["vt", "512", "2", "3", "4", "1.00", "-", "0.50", "0.50", "0.50", "0.50"],
+        ["fwe", "512", "2", "3", "4", "1.00", "-", "0.50", "0.50", "0.50", "0.50"],
+        ["vt", "512", "2", "3", "4", "1.00", "-", "-", "-", "-", "-"],
+        ["fwe", "512", "2", "3", "4", "1.00", "-", "-", "-", "-", "-"],
+    ]
+    assert max(map(len, printed)) <= 100
+    one = run("analyze", "prediction", file, "--budget", "20%").stdout.splitlines()
+    assert [line for line in one if line.startswith("B = ")] == [line for line in printed if line.startswith("B = 20")]
+    error = run("analyze", "prediction", file, "--budget", "50%", code=2).stderr
+    assert "--budget 50%: no rows of it (there are: 10%, 20%)" in error
+
+
+def test_foreign_parquet(tmp_path):
+    file = tmp_path / "rows.parquet"
+    file.write_bytes(b"mine")
+    assert "is not a whole Parquet file" in run("analyze", "prediction", file, code=2).stderr
+    pl.DataFrame([row(), row(score=math.nan, index=1)]).write_parquet(file)
+    error = run("analyze", "prediction", file, code=2).stderr
+    assert "rows.parquet: row 2 is not a row of kvsim predict: it has no 'score'" in error
+    assert "cannot be read" in run("analyze", "prediction", tmp_path / "none.parquet", code=2).stderr
 
 
 # With a model
