@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from kvsim_traces import Trace, open_trace
 
+from kvsim.alphas import ALPHAS, at_edge
 from kvsim.control import Control, Decide, Moment
 from kvsim.controls.base import AlphaChooser
-from kvsim.controls.noise import GRID
 from kvsim.engines import DEFAULT_ENGINE, get_engine
 from kvsim.engines.outcome import Progress
 from kvsim.engines.reference import settle
@@ -200,14 +200,14 @@ def adaptation(
     ]
 
 
-def fixed_beside(policies: Sequence[Policy | str]) -> list[Policy]:
-    """Give the fixed rules that adaptive ones could have been: `ema` at the alphas of the paper, with the same axes."""
+def fixed_beside(policies: Sequence[Policy | str], alphas: Sequence[float] = ALPHAS) -> list[Policy]:
+    """Give the fixed rules that adaptive ones could have been: `ema` at these alphas, with the same axes."""
     parsed = [parse(policy) if isinstance(policy, str) else policy for policy in policies]
     found = [
         dataclasses.replace(policy, head=Ema(alpha, over=policy.head.over))
         for policy in parsed
         if isinstance(policy.head, Adaptive)
-        for alpha in GRID
+        for alpha in alphas
     ]
     return list(dict.fromkeys(found))
 
@@ -219,7 +219,7 @@ def hindsight(rows: Sequence[Adaptation]) -> list[dict[str, Any]]:
     -------
     list of dict
         ``trace``, ``family``, ``kept_mass`` and ``kept_mass_alpha``, ``shadow_loss`` and ``shadow_loss_alpha``; the
-        lowest alpha of equally good ones.
+        lowest alpha of equally good ones. ``at_edge``: for both whether an alpha beyond those tried might do better.
     """
     families: dict[tuple[str, str, str], dict[float, Adaptation]] = {}
     for row in rows:
@@ -230,8 +230,9 @@ def hindsight(rows: Sequence[Adaptation]) -> list[dict[str, Any]]:
         alphas = sorted(by_alpha)
         most = max(alphas, key=lambda alpha: by_alpha[alpha].kept_mass)
         least = min(alphas, key=lambda alpha: by_alpha[alpha].shadow_loss)
-        best = {"kept_mass": by_alpha[most].kept_mass, "kept_mass_alpha": most}
+        best: dict[str, Any] = {"kept_mass": by_alpha[most].kept_mass, "kept_mass_alpha": most}
         best |= {"shadow_loss": by_alpha[least].shadow_loss, "shadow_loss_alpha": least}
+        best["at_edge"] = {"kept_mass": at_edge([most], alphas), "shadow_loss": at_edge([least], alphas)}
         found.append({"trace": trace, "family": name, **best})
     return found
 

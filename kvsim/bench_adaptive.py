@@ -9,6 +9,7 @@ import numpy as np
 from kvsim_traces import Trace
 
 from kvsim.adaptation import DEFAULT_ADAPTIVE, Adaptation, adaptation, fixed_beside
+from kvsim.controls.noise import GRID
 from kvsim.correlation import spearman
 from kvsim.synth import Synthetic, write_synthetic
 from kvsim.version import __version__
@@ -41,7 +42,7 @@ def bench_adaptive(
     steps: int = 128,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Compare adaptive rules with the fixed alphas that they could have had. Nothing is timed: the numbers repeat.
+    """Compare adaptive rules with the fixed alphas of the paper. Nothing is timed: the numbers repeat.
 
     Parameters
     ----------
@@ -70,7 +71,7 @@ def bench_adaptive(
         each adaptive rule with ``over=step`` watches and the fixed alpha with the least shadow loss. ``eta``: what the
         warm-up selector measures where nothing changes but the prompt's length. All at a compression ratio of 0.9.
     """
-    rules = [*DEFAULT_ADAPTIVE, *map(str, fixed_beside(DEFAULT_ADAPTIVE))]
+    rules = [*DEFAULT_ADAPTIVE, *map(str, fixed_beside(DEFAULT_ADAPTIVE, GRID))]
     total = len(regimes) * len(seeds) + len(prompts) + len(recordings)
     done = 0
 

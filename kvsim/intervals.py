@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from kvsim.alphas import at_edge
 from kvsim.errors import KvsimError
 from kvsim.policies.ema import Ema
 from kvsim.policy import Policy, parse
@@ -90,7 +91,8 @@ def best_alphas(rows: Sequence[TradeOff]) -> list[dict[str, Any]]:
     -------
     list of dict
         For each `ema` policy with at least two alphas and each h: ``policy`` (its string with ``alpha`` for the
-        number), ``h``, the ``alphas`` tried, and for each part the list of alphas that share the smallest value.
+        number), ``h``, the ``alphas`` tried, for each part the list of alphas that share the smallest value, and
+        ``at_edge``: for each part whether an alpha beyond those tried might do better (`kvsim.alphas.at_edge`).
     """
     families: dict[tuple[str, int | None], dict[float, dict[str, Any]]] = {}
     for row in over_traces(rows, resamples=1):
@@ -106,5 +108,7 @@ def best_alphas(rows: Sequence[TradeOff]) -> list[dict[str, Any]]:
                 part: sorted(alpha for alpha, row in by_alpha.items() if row[part] <= least[part] + TIE)
                 for part in PARTS
             }
-            best.append({"policy": family, "h": h, "alphas": sorted(by_alpha), **winners})
+            alphas = sorted(by_alpha)
+            edges = {part: at_edge(winners[part], alphas) for part in PARTS}
+            best.append({"policy": family, "h": h, "alphas": alphas, **winners, "at_edge": edges})
     return best

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from kvsim_traces import Trace, open_trace
 
+from kvsim.alphas import ALPHAS, at_edge
 from kvsim.correlation import centred_ranks, correlation, pearson
 from kvsim.engines import DEFAULT_ENGINE
 from kvsim.errors import KvsimError
@@ -26,7 +27,6 @@ from kvsim.shadow_scores import ShadowScores, shadow_rows
 from kvsim.tradeoff import Utility, decompose
 
 __all__ = [
-    "ALPHAS",
     "DEFAULT_ALPHA",
     "DEFAULT_H",
     "LEAST_TRACES",
@@ -37,7 +37,6 @@ __all__ = [
     "sensitivity",
 ]
 
-ALPHAS = (0.0, 0.3, 0.6, 0.8, 0.9, 0.95)
 DEFAULT_ALPHA = 0.8
 DEFAULT_H = 8
 LEAST_TRACES = 3
@@ -116,8 +115,9 @@ class Sensitivity:
     def summary(self) -> dict[str, Any]:
         """Give everything, flat and ready for JSON."""
         own = {name: getattr(self, name) for name in ("trace_hash", "rule", "alpha", "budget", "steps", "approximate")}
-        best = {name: getattr(self, name) for name in ("best_by_kept_mass", "best_by_loss")}
+        best: dict[str, Any] = {name: getattr(self, name) for name in ("best_by_kept_mass", "best_by_loss")}
         tried = {name: list(getattr(self, name)) for name in ("alphas", "kept_mass", "loss")}
+        best["at_edge"] = {name: at_edge(best[f"best_by_{name}"], self.alphas) for name in ("kept_mass", "loss")}
         return {"trace": self.trace_name, **own, **self.observed, **self.responses, **best, **tried}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from kvsim_traces import Trace, open_trace
 
+from kvsim.alphas import ALPHAS
 from kvsim.engines.outcome import Progress
 from kvsim.errors import KvsimError
 from kvsim.plan import FloatArray, Groups, Plan
@@ -26,7 +27,7 @@ LARGEST = 2**31
 """Most bytes of scores and states: those of 30 layers, 65,536 positions and the default rules and h take a quarter."""
 
 DEFAULT_POLICIES = (
-    *(f"ema:{alpha}{over}" for over in ("", ",over=step", ",over=layer") for alpha in (0, 0.3, 0.6, 0.8, 0.9, 0.95)),
+    *(f"ema:{alpha:g}{over}" for over in ("", ",over=step", ",over=layer") for alpha in ALPHAS),
     "cumulative",
 )
 PARTS = ("layer", "lag", "boundary", "total")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsim_traces import Trace
 
+from kvsim.alphas import ALPHAS
 from kvsim.budget import Budget
 from kvsim.engines.outcome import METRICS, Progress
 from kvsim.errors import KvsimError, unknown_name
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "RATIOS", "Kind", "Request"]
 
 RATIOS = ("0.5", "0.75", "0.9", "0.95")
-ALPHAS = (0, 0.3, 0.6, 0.8, 0.9, 0.95)
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _optima(policies: Sequence[Policy]) -> list[str]:
 def _alpha(request: Request) -> "Chart":
     from kvsim import charts
 
-    own = [f"ema:{alpha}{over}" for over in ("", ",over=step", ",over=layer") for alpha in ALPHAS]
+    own = [f"ema:{alpha:g}{over}" for over in ("", ",over=step", ",over=layer") for alpha in ALPHAS]
     metric = request.metric or "kept_mass"
     rows = [result.summary() for result in request.results(request.chosen(*own, "cumulative"))]
     return charts.alpha_sensitivity(rows, metric)

@@ -78,8 +78,8 @@ def test_the_fixed_rules_beside_have_the_same_axes():
     ]
     found = [str(policy) for policy in fixed_beside(rules)]
     assert found[:2] == ["ema:0/group=layer", "ema:0.3/group=layer"]
-    assert len(found) == 12
-    assert found[-1] == "ema:0.95,over=step/budget=9"
+    assert len(found) == 16
+    assert found[-1] == "ema:0.99,over=step/budget=9"
 
 
 def test_hindsight_takes_the_best_of_each_family(tmp_path):
@@ -106,7 +106,7 @@ def test_odd_recordings_give_numbers(tmp_path, budget):
     }.items():
         text = run("analyze", "adaptive", "--trace", trace.path, "--budget", budget, "--json").stdout
         found = json.loads(text)
-        assert len(found["results"]) == len(DEFAULT_ADAPTIVE) + 12, name
+        assert len(found["results"]) == len(DEFAULT_ADAPTIVE) + 16, name
         for row in found["results"]:
             assert math.isfinite(row["kept_mass"])
             assert -1e-9 <= row["shadow_loss"] < 1

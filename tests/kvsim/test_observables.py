@@ -12,10 +12,11 @@ from scipy.stats import pearsonr, spearmanr
 from typer.testing import CliRunner
 
 import kvsim
+from kvsim.alphas import ALPHAS
 from kvsim.cli import app
 from kvsim.correlation import pearson
 from kvsim.errors import KvsimError, PolicyError
-from kvsim.observables import ALPHAS, OBSERVABLES, SENSITIVITIES, Sensitivity, correlate, sensitivity
+from kvsim.observables import OBSERVABLES, SENSITIVITIES, Sensitivity, correlate, sensitivity
 from kvsim.synth import KINDS, Synthetic, synthetic_of, write_synthetic
 from kvsim.tradeoff import decompose
 

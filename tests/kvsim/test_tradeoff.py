@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import kvsim
 from kvsim import tradeoff
+from kvsim.alphas import ALPHAS, at_edge
 from kvsim.cli import app
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.intervals import best_alphas, over_traces
@@ -343,3 +344,21 @@ def test_the_command_prints_what_python_returns(tmp_path):
         "compression_ratio 0.9",
     ):
         assert word in output
+
+
+def test_a_best_alpha_at_the_edge_says_so(tmp_path):
+    """Without drift more memory is always better, so the last alpha tried wins; 0 is no edge, there is none below."""
+    assert ALPHAS[-2:] == (0.98, 0.99)
+    assert at_edge([0.9], (0, 0.5, 0.9))
+    assert at_edge([0.5], (0.5, 0.9))
+    assert not at_edge([0], (0, 0.5, 0.9))
+    assert not at_edge([0.5], (0, 0.5, 0.9))
+    assert not at_edge([0.5, 0.9], (0.5, 0.9))
+    noisy = write_synthetic(Synthetic("iid", 60, 24, 2, 1, noise=2.0), tmp_path / "t").path
+    words = ["analyze", "alpha", "--trace", noisy, *(f"--policy=ema:{a},over=step" for a in (0, 0.6, 0.8))]
+    (best,) = json.loads(run(*words, "--json").stdout)["best"]
+    assert best["total"] == [0.8]
+    assert best["at_edge"] == {"layer": False, "lag": False, "boundary": True, "total": True}
+    output = run(*words).stdout
+    assert "0.8 (edge)" in output
+    assert "one beyond it may be better" in output

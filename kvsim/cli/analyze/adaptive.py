@@ -6,6 +6,7 @@ import typer
 from kvsim_traces import open_trace
 from rich.text import Text
 
+from kvsim.cli.analyze.best import EDGE
 from kvsim.cli.analyze.utilities import Smoothed, utilities_of
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
@@ -60,6 +61,8 @@ def adaptive(
     if as_json:
         print_json({"loop": "open", "h": h, "results": rows, "hindsight": best})
         return
+    if any(edge for one in best for edge in one["at_edge"].values()):
+        say(EDGE)
     say(f"open loop; alpha of irreversible eviction, and of shadow mode; {budget_note(chosen)}")
 
 
@@ -86,7 +89,10 @@ def _print(rows: list[dict[str, Any]], best: list[dict[str, Any]], names: dict[s
         if signals:
             say(f"{names[row['policy']]}: {'; '.join(signals)}")
     for one in best:
-        kept, lost = (f"{one[of]:.4f} at {one[f'{of}_alpha']:g}" for of in ("kept_mass", "shadow_loss"))
+        kept, lost = (
+            f"{one[of]:.4f} at {one[f'{of}_alpha']:g}" + " (edge)" * one["at_edge"][of]
+            for of in ("kept_mass", "shadow_loss")
+        )
         say(f"best of {one['family']} in hindsight: kept mass {kept}, shadow loss {lost}")
 
 

@@ -6,6 +6,7 @@ import typer
 from kvsim_traces import open_trace
 from rich.text import Text
 
+from kvsim.cli.analyze.best import EDGE, best_alpha
 from kvsim.cli.analyze.utilities import Smoothed, utilities_of
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
@@ -21,7 +22,7 @@ def alpha(
     more: More = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="POLICY", help="Linear rule; repeatable. By default ema at six alphas, and cumulative."),
+        typer.Option(metavar="POLICY", help="Linear rule; repeatable. By default ema at eight alphas, and cumulative."),
     ] = None,
     compression_ratio: CompressionRatio = None,
     budget: BudgetText = None,
@@ -95,9 +96,11 @@ def _print_best(best: list[dict[str, Any]]) -> None:
     for part in PARTS:
         table.add_column(part, justify="right")
     for row in best:
-        cells = ["any" if row[part] == row["alphas"] else ", ".join(f"{a:g}" for a in row[part]) for part in PARTS]
+        cells = [best_alpha(row[part], row["alphas"]) for part in PARTS]
         table.add_row(Text(row["policy"]), *cells)
     print_table(table)
+    if any(edge for row in best for edge in row["at_edge"].values()):
+        say(EDGE)
 
 
 def _cell(value: float, low: float | None = None, high: float | None = None) -> str:

@@ -6,6 +6,7 @@ import typer
 from kvsim_traces import open_trace
 from rich.text import Text
 
+from kvsim.cli.analyze.best import EDGE, best_alpha
 from kvsim.cli.analyze.utilities import Smoothed, utilities_of
 from kvsim.cli.options import (
     AsJson,
@@ -53,7 +54,7 @@ def sensitivity(
 ) -> None:
     """Set what a run shows while it decodes against how much kept mass and loss depend on alpha.
 
-    spread: largest less smallest over alpha 0, 0.3, 0.6, 0.8, 0.9, 0.95. tilt: at 0.95 less at 0.
+    spread: largest less smallest over alpha 0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.98, 0.99. tilt: at 0.99 less at 0.
     Margins, entropy and loss are without eviction; disagreement and raw-top evicted with it.
     From 3 recordings on: correlations of the two.
 
@@ -91,9 +92,11 @@ def _print(rows: list[dict[str, Any]]) -> None:
     for head in (*COLUMNS.values(), "best,\nmass", "best,\nloss"):
         table.add_column(head, justify="right", no_wrap=True, vertical="bottom")
     for row in rows:
-        best = [_alphas(row[name], len(row["alphas"])) for name in ("best_by_kept_mass", "best_by_loss")]
+        best = [best_alpha(row[name], row["alphas"], "\n") for name in ("best_by_kept_mass", "best_by_loss")]
         table.add_row(Text(row["trace"]), *[_cell(row[name]) for name in COLUMNS], *best)
     print_table(table)
+    if any(edge for row in rows for edge in row["at_edge"].values()):
+        say(EDGE)
 
 
 def _print_correlations(rows: list[dict[str, Any]], count: int) -> None:
@@ -116,10 +119,6 @@ def _print_correlations(rows: list[dict[str, Any]], count: int) -> None:
         before = row["observable"]
         table.add_row(observable, row["sensitivity"].replace("_", " "), *cells)
     print_table(table)
-
-
-def _alphas(best: list[float], tried: int) -> str:
-    return "any" if len(best) == tried else ",".join(f"{alpha:g}" for alpha in best)
 
 
 def _cell(value: float | None, digits: int = 3) -> str:
