@@ -1,5 +1,6 @@
 """``kvsim replay``."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from kvsim.budget import Budget
 from kvsim.cli.closed_loop import Start, run_closed_loop
+from kvsim.cli.left_out import LeftOut, runnable, say_left_out
 from kvsim.cli.models import Device
 from kvsim.cli.options import (
     AsJson,
@@ -82,6 +84,8 @@ def replay(
     --closed-loop runs the model over all steps at once under each policy's sets, and again until no set changes:
     then they are those of live decoding of the recorded tokens.
 
+    With several recordings, those that a policy cannot run on are left out for it, and named on stderr.
+
     Example: kvsim replay --trace traces/samples/smollm2-needle-512 --policy ema:0.9 --policy tova
     """
     get_engine(engine)
@@ -94,11 +98,14 @@ def replay(
     if out is not None and out.exists():
         raise KvsimError(f"--out {out}: exists already; name a new directory")
     traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    asked = [wanted.with_budget(chosen) for wanted in policies]
+    places = [list(range(len(asked)))] * len(traces)
+    left_out: list[LeftOut] = []
     if store_rows or len(traces) > 1:
         # All of them before anything is written or run; for a single recording the replay itself does so.
-        for recording in traces:
-            for wanted in policies:
-                wanted.with_budget(chosen).plan(recording)
+        places, left_out = runnable(traces, asked)
+    if closed_loop and left_out:
+        raise KvsimError(left_out[0].why)
     if store_rows:
         for recording in traces:
             if recording.capture in ("qk", "qkv"):
@@ -122,18 +129,20 @@ def replay(
         )
         _write(results, out)
         return
-    asked = [wanted.with_budget(chosen) for wanted in policies]
-    results = []
-    for recording in traces:
+    by_trace: list[list[Result]] = []
+    for recording, own in zip(traces, places, strict=True):
         with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
-            results += replay_many(recording, asked, shadow=shadow, engine=engine, mode=mode, progress=advance)
+            runs = [asked[place] for place in own]
+            by_trace.append(replay_many(recording, runs, shadow=shadow, engine=engine, mode=mode, progress=advance))
+    results = [result for own in by_trace for result in own]
     if as_json:
         _write(results, out)
-        print_json({"results": [result.summary() for result in results]})
+        print_json({"results": [result.summary() for result in results], "left_out": [asdict(one) for one in left_out]})
         return
-    for index, recording in enumerate(traces):
-        own = results[index * len(policies) : (index + 1) * len(policies)]
-        _print_table(recording, policies, own, chosen)
+    for recording, own, found in zip(traces, places, by_trace, strict=True):
+        if found:
+            _print_table(recording, [policies[place] for place in own], found, chosen)
+    say_left_out(left_out)
     _write(results, out)
 
 

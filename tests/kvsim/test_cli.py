@@ -230,3 +230,26 @@ def test_the_core_imports_without_torch_or_polars():
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+@pytest.mark.parametrize("command", [["replay"], ["analyze", "floor", "--seeds", 2], ["analyze", "oracle"]])
+def test_a_policy_that_one_recording_cannot_run_is_left_out_there(trace, tmp_path, command):
+    means = write_trace(tmp_path / "runs" / "second", capture="scores")
+    words = [*command, "--trace", tmp_path / "runs" / "*", "-q", "--policy", "h2o", "--budget", 8]
+    both = run(*words, "--policy", "ema:0.8")
+    assert both.stderr.startswith("left out: second: h2o/budget=8: group=head needs attention of single heads")
+    assert both.stderr.count("\n") == 1
+    found = json.loads(run(*words, "--policy", "ema:0.8", "--json").stdout)
+    assert [(row["trace"], row["policy"].split("/")[0]) for row in found["results"]] == [
+        ("first", "h2o"),
+        ("first", "ema:0.8"),
+        ("second", "ema:0.8"),
+    ]
+    assert [(one["trace"], one["policy"]) for one in found["left_out"]] == [("second", "h2o/budget=8")]
+    assert "h2o" in run(*words).stdout
+    alone = [*command, "--trace", means.path, "-q", "--policy", "h2o", "--budget", 8, "--policy", "ema:0.8"]
+    assert "group=head needs" in run(*alone, code=2).stderr
+    write_trace(tmp_path / "means" / "a", capture="scores")
+    write_trace(tmp_path / "means" / "b", capture="scores")
+    nowhere = [*command, "--trace", tmp_path / "means" / "*", "--policy", "h2o", "--policy", "ema:0.8"]
+    assert run(*nowhere, code=2).stdout == "", "a policy that runs on none of them is an error"

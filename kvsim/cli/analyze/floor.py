@@ -1,11 +1,13 @@
 """``kvsim analyze floor``: which policies keep less than random eviction."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from kvsim_traces import open_trace
 from rich.text import Text
 
+from kvsim.cli.left_out import runnable, say_left_out
 from kvsim.cli.options import (
     AsJson,
     BudgetText,
@@ -49,28 +51,37 @@ def floor(
     chosen = choose_budget(compression_ratio, budget)
     policies = [parse(text) for text in policy]
     asked = [own.with_budget(chosen) for own in policies]
-    found = []
+    found: list[list[Floor]] = []
     traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
-    for recording in traces:
-        results = replay_many(recording, asked, shadow=shadow, shadow_churn=False, raw=False, engine=engine)
+    places, left_out = runnable(traces, asked) if len(traces) > 1 else ([list(range(len(asked)))], [])
+    for recording, own in zip(traces, places, strict=True):
+        if not own:
+            found.append([])
+            continue
+        results = replay_many(
+            recording, [asked[place] for place in own], shadow=shadow, shadow_churn=False, raw=False, engine=engine
+        )
         with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
             found.append(random_floor(results, recording, seeds=seeds, engine=engine, progress=advance))
     if as_json:
-        print_json(
-            {"mode": "shadow" if shadow else "irreversible", "results": [r.summary() for own in found for r in own]}
-        )
+        rows = [one.summary() for floors in found for one in floors]
+        mode = "shadow" if shadow else "irreversible"
+        print_json({"mode": mode, "results": rows, "left_out": [asdict(one) for one in left_out]})
         return
-    for recording, own in zip(traces, found, strict=True):
+    for recording, own, floors in zip(traces, places, found, strict=True):
+        if not own:
+            continue
         say(f"{recording.path.name}: kept mass beside {seeds} draws")
         table = narrow_table("policy")
         for name in ("B", "kept\nmass", "random\nmean", "random\nmin", "random\nmax", "percentile"):
             table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
         table.add_column("below random", no_wrap=True, vertical="bottom")
-        for asked_for, one in zip(policies, own, strict=True):
+        for place, one in zip(own, floors, strict=True):
             masses = one.kept_mass, one.random_mean, one.random_min, one.random_max
             numbers = [f"{one.budget:g}", *(f"{mass:.3f}" for mass in masses), f"{one.percentile:.0%}"]
-            table.add_row(Text(str(asked_for)), *numbers, verdict(one))
+            table.add_row(Text(str(policies[place])), *numbers, verdict(one))
         print_table(table)
+    say_left_out(left_out)
     say(f"{'shadow mode: nothing is evicted' if shadow else 'irreversible; open loop'}; {budget_note(chosen)}")
 
 

@@ -1,5 +1,6 @@
 """``kvsim analyze oracle``: how far policies are from the best and from random eviction."""
 
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import typer
@@ -7,6 +8,7 @@ from kvsim_traces import Trace, open_trace
 from rich.text import Text
 
 from kvsim.cli.analyze.floor import verdict
+from kvsim.cli.left_out import runnable, say_left_out
 from kvsim.cli.options import (
     AsJson,
     BudgetText,
@@ -63,8 +65,13 @@ def oracle(
     asked = [own.with_budget(chosen) for own in policies]
     traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
     rows: list[dict[str, Any]] = []
-    for recording in traces:
-        results = replay_many(recording, asked, shadow_churn=False, raw=False, engine=engine)
+    places, left_out = runnable(traces, asked) if len(traces) > 1 else ([list(range(len(asked)))], [])
+    for recording, own_places in zip(traces, places, strict=True):
+        if not own_places:
+            continue
+        results = replay_many(
+            recording, [asked[place] for place in own_places], shadow_churn=False, raw=False, engine=engine
+        )
         floors = random_floor(results, recording, seeds=seeds, engine=engine)
         own = []
         with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
@@ -73,12 +80,15 @@ def oracle(
                 advance(done, len(results))
         rows += own
         if not as_json:
-            names = [str(one) for one in policies]
+            names = [str(policies[place]) for place in own_places]
             say(f"{recording.path.name}: prompt {recording.prompt_length}, steps {recording.num_steps}")
             _print(names, own, floors, method)
     if as_json:
-        print_json({"mode": "irreversible", "method": method, "results": rows})
+        print_json(
+            {"mode": "irreversible", "method": method, "results": rows, "left_out": [asdict(one) for one in left_out]}
+        )
         return
+    say_left_out(left_out)
     best = "certified upper bound" if method == "bound" else "exact optimum"
     say(f"best: {best}; random: mean of {seeds} draws; irreversible; open loop; {budget_note(chosen)}")
 
