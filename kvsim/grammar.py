@@ -74,6 +74,8 @@ def parse_part(text: str, registry: dict[str, type[PartT]], what: str) -> PartT:
                 expected = ", ".join(f.name for f in positional) or "no positional argument"
                 raise PolicyError(f"{what} {name!r} does not take {word!r} there (it takes {expected})")
             key, raw = positional[index].name, word
+        if not fields:
+            raise PolicyError(f"{what} {name!r} takes no arguments, got {word!r}")
         if key not in hints or key not in {f.name for f in fields}:
             raise unknown_name(f"argument of {name!r}", key, [f.name for f in fields])
         if key in values:

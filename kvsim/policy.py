@@ -9,6 +9,7 @@
 """
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -284,4 +285,19 @@ def parse(text: str) -> Policy:
         if axis in axes:
             raise PolicyError(f"{text}: axis {axis!r} is given twice")
         axes[axis] = AXES[axis].read(value)
-    return Policy(parse_part(head, HEADS, "policy"), **axes)
+    try:
+        return Policy(parse_part(head, HEADS, "policy"), **axes)
+    except PolicyError as error:
+        raise PolicyError(f"{error}{_scorer_hint(head)}") from None
+
+
+def _scorer_hint(head: str) -> str:
+    """Point from a preset to the scorer of the same name, where that has the argument which the preset has not."""
+    preset = HEADS.get(head.partition(":")[0])
+    if preset is None or not issubclass(preset, Preset) or inspect.signature(preset).parameters:
+        return ""
+    try:
+        scorer = parse_part(head, SCORERS, "score")
+    except PolicyError:
+        return ""
+    return f"; its scorer does: {dataclasses.replace(preset().expand(), score=scorer)}"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import typing
 from typing import Annotated, Any
 
@@ -20,7 +21,9 @@ __all__ = ["policies"]
 
 
 def policies(
-    name: Annotated[str | None, typer.Argument(help="A policy, scorer or axis, or a whole policy string.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A policy, scorer, axis or argument, or a whole policy string.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the policies, scorers and axes, or explain one: its arguments, its source, and what a preset expands to."""
@@ -38,13 +41,16 @@ def policies(
         policy = parse(name)
         entries = [{**_entry(type(policy.head)), "canonical": str(policy), "expands_to": str(policy.expand())}]
     elif not entries:
-        raise unknown_name("policy, scorer or axis", name, {*HEADS, *SCORERS, *AXES})
+        entries = _argument_entries(name)
+    if not entries:
+        raise unknown_name("policy, scorer, axis or argument", name, {*HEADS, *SCORERS, *AXES, *_arguments()})
     if as_json:
         print_json(entries[0] if len(entries) == 1 else {"entries": entries})
         return
     for entry in entries:
         say(f"{entry['name']} ({entry['kind']})", style="bold")
-        say(entry["doc"])
+        if entry["doc"]:
+            say(entry["doc"])
         for key in ("values", "default", "example", "canonical", "expands_to"):
             if entry.get(key):
                 say(f"{key.replace('_', ' ')}: {entry[key]}")
@@ -55,6 +61,37 @@ def _axis_entry(name: str) -> dict[str, Any]:
     default = None if axis.default is None else axis.write(axis.default)
     facts = {"values": axis.values, "default": default, "example": axis.example}
     return {"name": name, "kind": "axis", "doc": axis.doc, **facts}
+
+
+def _arguments() -> dict[str, list[type[Any]]]:
+    """Give the policies and scorers that have each argument."""
+    owners: dict[str, list[type[Any]]] = {}
+    for cls in [*_sorted(HEADS), *_sorted(SCORERS)]:
+        for one in dataclasses.fields(cls):
+            owners.setdefault(one.name, []).append(cls)
+    return owners
+
+
+def _argument_entries(name: str) -> list[dict[str, Any]]:
+    """Explain an argument in the words of each policy and scorer that has it."""
+    entries = []
+    for cls in _arguments().get(name, []):
+        of = _entry(cls)
+        (one,) = (field for field in dataclasses.fields(cls) if field.name == name)
+        default = None if one.default in (dataclasses.MISSING, None) else str(one.default)
+        own = {"name": name, "kind": f"argument of the {of['kind']} {of['name']}", "of": of["name"]}
+        entries.append({**own, "doc": _about(of["doc"], name), "default": default})
+    return entries
+
+
+def _about(doc: str, name: str) -> str:
+    """Cut the lines on one attribute out of a docstring."""
+    lines = doc.splitlines()
+    first = next((place for place, line in enumerate(lines) if line.partition(" : ")[0] == name), None)
+    if first is None:
+        return ""
+    rest = itertools.takewhile(lambda line: line.startswith("    "), lines[first + 1 :])
+    return "\n".join([lines[first], *rest])
 
 
 def _sorted(registry: dict[str, Any]) -> list[Any]:

@@ -253,3 +253,22 @@ def test_a_policy_that_one_recording_cannot_run_is_left_out_there(trace, tmp_pat
     write_trace(tmp_path / "means" / "b", capture="scores")
     nowhere = [*command, "--trace", tmp_path / "means" / "*", "--policy", "h2o", "--policy", "ema:0.8"]
     assert run(*nowhere, code=2).stdout == "", "a policy that runs on none of them is an error"
+
+
+def test_policies_explains_an_argument():
+    output = run("policies", "over").stdout
+    assert "over (argument of the rule ema)" in output
+    assert "default: both" in output
+    found = json.loads(run("policies", "alpha", "--json").stdout)
+    owners = {one["of"] for one in found["entries"]}
+    assert "ema" in owners
+    assert "cumulative" not in owners
+    assert all(one["name"] == "alpha" and "alpha" in one["doc"] for one in found["entries"])
+    assert "did you mean 'alpha'" in run("policies", "alhpa", code=2).stderr
+
+
+def test_an_argument_of_the_scorer_is_not_one_of_the_preset(trace):
+    for word, hint in (("knorm:sign=plus", True), ("knorm:sine=plus", False)):
+        message = run("replay", "--trace", trace.path, "--policy", f"{word}/budget=8", code=2).stderr
+        assert f"policy 'knorm' takes no arguments, got '{word[6:]}'" in message
+        assert ("; its scorer does: single/score=knorm:sign=plus/group=head" in message) == hint
