@@ -87,22 +87,28 @@ class Result:
         mean = float(self.plan.budgets.mean())
         return int(mean) if mean.is_integer() else mean
 
-    def retained(self, step: int, group: int = 0) -> npt.NDArray[np.int64]:
+    def retained(self, step: int, group: int | None = None) -> npt.NDArray[np.int64]:
         """Give R_t, the positions retained after a step, ascending.
 
         Parameters
         ----------
         step : int
             0 (before the first step) to T.
-        group : int
-            Retention group, 0 to G - 1.
+        group : int, optional
+            Retention group, 0 to G - 1; needed where there are several.
 
         Raises
         ------
         KvsimError
-            If the step or the group does not exist.
+            If the step or the group does not exist, or the group is left open.
         """
-        step, group = operator.index(step), operator.index(group)
+        groups = self.plan.groups
+        if group is None and groups.count > 1:
+            raise KvsimError(
+                f"{self.policy} has {groups.count} retention groups: name one, "
+                f"group=0 ({groups.label(0)}) to {groups.count - 1} ({groups.label(groups.count - 1)})"
+            )
+        step, group = operator.index(step), operator.index(group or 0)
         if not 0 <= step <= self.num_steps:
             raise KvsimError(f"step must be in 0..{self.num_steps}, got {step}")
         if not 0 <= group < self.plan.groups.count:
