@@ -63,6 +63,11 @@ class Result:
     version: str = __version__
     loop: str = "open"
 
+    def __repr__(self) -> str:
+        kept = mean_of(self.outcome.metrics["kept_mass"])
+        mass = "" if kept is None else f", kept_mass={kept:.4f}"
+        return f"Result({self.policy!r}, {self.trace_name!r}, {self.mode!r}, loop={self.loop!r}{mass})"
+
     @property
     def mode(self) -> str:
         """``"irreversible"`` or ``"shadow"``."""
