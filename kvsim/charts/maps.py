@@ -9,6 +9,7 @@ import numpy.typing as npt
 from kvsim_traces import Trace
 
 from kvsim.charts.intake import Results, notes_of, results_of, series_of
+from kvsim.charts.rectangles import Rectangle, rectangles
 from kvsim.charts.style import GREY, WIDTH, Row, embed, heading, layered, number, panel_title, shades, stacked
 from kvsim.errors import KvsimError, unknown_name
 from kvsim.plan import FloatArray
@@ -16,10 +17,12 @@ from kvsim.policies.ema import Ema
 from kvsim.policy import Policy, parse
 from kvsim.result import Result
 
-__all__ = ["evictions", "reference_utility", "retention"]
+__all__ = ["MAX_CELLS", "evictions", "reference_utility", "retention"]
 
 MAP_ROWS = 4800
-"""Cells of all panels of a map together; the rest is for its lines."""
+"""Rectangles of all panels of a map together; the rest of what a chart embeds is for its lines."""
+
+MAX_CELLS = 60_000
 
 ORDERS = ("position", "utility")
 BARS = 60
@@ -67,12 +70,14 @@ def retention(
     utility : array_like, optional
         [L0 + T] reference utility of each position; `reference_utility` gives the usual one.
     cells : int
-        The most cells, over all panels; at most 4,800.
+        The most cells, over all panels; at most 60,000. Neighbours of equal value are one row of the chart's data, and
+        where they are more than 4,800 all the same, bins are coarser than this asks; the axes name the bins.
 
     Raises
     ------
     KvsimError
-        If the results are of several recordings, or `utility` is missing or has another length.
+        If `cells` is out of range, the results are of several recordings, or `utility` is missing or has another
+        length.
     """
     found = results_of(results)
     if sort not in ORDERS:
@@ -84,24 +89,38 @@ def retention(
     order = np.arange(positions)
     if sort == "utility":
         order = _by_utility(utility, positions)
-    room = min(cells, MAP_ROWS) // len(found)
-    if room < 4:
-        raise KvsimError(f"a retention map holds {MAP_ROWS // 4} panels, got {len(found)}")
-    wide, tall = _bins(positions, first.num_steps, room)
+    if not 1 <= cells <= MAX_CELLS:
+        raise KvsimError(f"cells must be from 1 to {MAX_CELLS:,}, over all panels, got {cells:,}")
+    grids, wide, tall = _fitting(found, order, cells)
     panels = []
     x_name = "position" if sort == "position" else "position, by reference utility (high → low)"
     x_name += f"; bins of {wide}" if wide > 1 else ""
     y_name = "decode step t" + (f"; bins of {tall}" if tall > 1 else "")
     height = 240 if len(found) == 1 else 130
-    for result, name in zip(found, series_of(found), strict=True):
-        rows = _cells(result, order, wide, tall)
+    for result, name, covered in zip(found, series_of(found), grids, strict=True):
+        rows = _rows(covered, (positions, result.num_steps), (wide, tall))
         # Only the lowest panel names the axis that all have in common.
         own_name = x_name if result is found[-1] else None
-        panel = _panel(rows, (positions, result.num_steps), (wide, tall), own_name, y_name)
+        panel = _panel(rows, (positions, result.num_steps), wide, (own_name, y_name), sort)
         title = panel_title(f"raw top-B: {name}" if _is_raw(result) else name)
         panels.append(layered(panel, _lines(result, sort), width=WIDTH, height=height, title=title))
     title = heading("Retained positions", *notes_of(found), _key(sort))
     return stacked(panels, title, "fill", "stroke")
+
+
+def _fitting(
+    found: Sequence[Result], order: npt.NDArray[np.intp], cells: int
+) -> tuple[list[list[Rectangle]], int, int]:
+    """Cover the panels with rectangles, of the finest bins that one chart can embed; give the bins too."""
+    while True:
+        room = cells // len(found)
+        if room < 4:
+            raise KvsimError(f"a retention map of {cells:,} cells holds {cells // 4} panels, got {len(found)}")
+        wide, tall = _bins(order.size, found[0].num_steps, room)
+        covered = [rectangles(_grid(result, order, wide, tall)) for result in found]
+        if sum(map(len, covered)) <= MAP_ROWS:
+            return covered, wide, tall
+        cells = max(MAP_ROWS, cells * 3 // 4)
 
 
 def _is_raw(result: Result) -> bool:
@@ -128,6 +147,8 @@ def _by_utility(utility: npt.ArrayLike | None, positions: int) -> npt.NDArray[np
 
 def _bins(positions: int, steps: int, cells: int) -> tuple[int, int]:
     """Choose bin sizes, so that there are at most so many cells, about 2.5 times as many across as down."""
+    if positions * steps <= cells:
+        return 1, 1
     tall = -(-steps // max(1, int((cells / 2.5) ** 0.5)))
     while True:
         down = -(-steps // tall)
@@ -149,21 +170,35 @@ def _round(size: int) -> int:
         base *= 10
 
 
-def _cells(result: Result, order: npt.NDArray[np.intp], wide: int, tall: int) -> list[Row]:
+def _grid(result: Result, order: npt.NDArray[np.intp], wide: int, tall: int) -> FloatArray:
+    """Give the kept fraction of every cell, [down, across]; NaN where no position of a cell exists yet."""
     positions, steps = order.size, result.num_steps
     born = np.maximum(1, order - result.prompt_length + 1)
     edges = np.arange(0, positions, wide)
-    rows: list[Row] = []
-    for start in range(1, steps + 1, tall):
+    starts = range(1, steps + 1, tall)
+    grid = np.full((len(starts), edges.size), np.nan)
+    for row, start in zip(grid, starts, strict=True):
         end = min(start + tall - 1, steps)
         exist = np.maximum(0, end - np.maximum(start, born) + 1)
-        kept = _kept_steps(result, order, born, start, end)
         there = np.add.reduceat(exist, edges)
-        held = np.add.reduceat(kept, edges)
-        for edge, count, sum_ in zip(edges.tolist(), there.tolist(), held.tolist(), strict=True):
-            if count:
-                rows.append({"x": edge, "y": start, "kept": sum_ / count})
-    return rows
+        held = np.add.reduceat(_kept_steps(result, order, born, start, end), edges)
+        np.divide(held, there, out=row, where=there > 0)
+    return grid
+
+
+def _rows(covered: Sequence[Rectangle], extent: tuple[int, int], size: tuple[int, int]) -> list[Row]:
+    """Give rectangles in positions and steps, ends excluded."""
+    (positions, steps), (wide, tall) = extent, size
+    return [
+        {
+            "x": x0 * wide,
+            "x2": min(x1 * wide, positions),
+            "y": y0 * tall + 1,
+            "y2": min(y1 * tall, steps) + 1,
+            "kept": kept,
+        }
+        for x0, x1, y0, y1, kept in covered
+    ]
 
 
 def _kept_steps(
@@ -181,34 +216,31 @@ def _kept_steps(
     return mean
 
 
-def _panel(
-    rows: list[Row], extent: tuple[int, int], size: tuple[int, int], x_name: str | None, y_name: str
-) -> alt.Chart:
-    (positions, steps), (wide, tall) = extent, size
+def _panel(rows: list[Row], extent: tuple[int, int], wide: int, names: tuple[str | None, str], sort: str) -> alt.Chart:
+    (positions, steps), (x_name, y_name) = extent, names
+    seam = min(0.7, 0.25 * WIDTH * wide / positions)
     x = number("x", x_name, scale=alt.Scale(domain=[0, positions], nice=False), format="d")
     y = number("y", y_name, scale=alt.Scale(domain=[1, steps + 1], reverse=True, nice=False), format="d", tickCount=5)
     x["axis"]["grid"] = y["axis"]["grid"] = False
     tips = [
-        alt.Tooltip("x:Q", title="position" if wide == 1 else f"first of {wide} positions"),
-        alt.Tooltip("y:Q", title="step" if tall == 1 else f"first of {tall} steps"),
+        alt.Tooltip("x:Q", title=f"from {'position' if sort == 'position' else 'rank'}"),
+        alt.Tooltip("x2:Q", title="to before"),
+        alt.Tooltip("y:Q", title="from step"),
+        alt.Tooltip("y2:Q", title="to before"),
         alt.Tooltip("kept:Q", title="kept fraction", format=".3f"),
     ]
     # With coarse bins most fractions are near the budget's share; a root spreads the low ones out.
     colour = shades("kept fraction", [0, 1], kind="sqrt", values=[0, 0.1, 0.25, 0.5, 1], format=".2f")
     chart: alt.Chart = (
         alt.Chart(embed(rows))
-        .transform_calculate(
-            x2=f"min(datum.x + {wide}, {positions})",
-            y2=f"min(datum.y + {tall}, {steps + 1})",
-        )
-        .mark_rect(strokeWidth=0.7)
+        .mark_rect(strokeWidth=seam)
         .encode(
             x=alt.X(**x),
             x2="x2:Q",
             y=alt.Y(**y),
             y2="y2:Q",
             fill=alt.Fill("kept:Q", **colour),
-            # Hides the seams between cells.
+            # Hides the seams between cells without hiding thin ones.
             stroke=alt.Stroke("kept:Q", scale=colour["scale"], legend=None),
             tooltip=tips,
         )

@@ -71,6 +71,7 @@ def chart(
         raise KvsimError("name a file with --out FILE.html, or print the chart with --json")
     check_metric(kind, metric)
     from kvsim.charts.files import check_path, save
+    from kvsim.charts.maps import MAX_CELLS
 
     if out is not None:
         check_path(out)
@@ -92,6 +93,7 @@ def chart(
             bound=bound,
             scorers=scorer or [],
             ratios=tuple(ratios.split(",")),
+            cells=MAX_CELLS if out is not None and out.suffix in (".png", ".svg") else None,
             advance=advance,
         )
         drawn = KINDS[kind].draw(request)

@@ -53,6 +53,8 @@ class Request:
         The scorers of the spectrum; none for all there are.
     files : list of Path
         Files of rows, for the kinds that are drawn from them.
+    cells : int or None
+        Most cells of a retention map; None for the default.
     advance : callable
         Told (done, all).
     """
@@ -69,6 +71,7 @@ class Request:
     bound: str | None = None
     scorers: list[str] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
+    cells: int | None = None
     advance: Progress = field(default=lambda done, total: None)
 
     def one_trace(self, kind: str) -> Trace:
@@ -126,7 +129,8 @@ def _retention(request: Request) -> "Chart":
         results = request.results(list(dict.fromkeys(raws)), shadow=True) + results
     sort: Any = request.sort or "position"
     utility = charts.reference_utility(trace) if sort == "utility" else None
-    return charts.retention(results, sort=sort, utility=utility)
+    fine = {} if request.cells is None else {"cells": request.cells}
+    return charts.retention(results, sort=sort, utility=utility, **fine)
 
 
 def _evictions(request: Request) -> "Chart":

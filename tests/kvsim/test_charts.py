@@ -15,6 +15,7 @@ from specs import checked, rows_of_chart, series, views
 import kvsim
 from kvsim import charts
 from kvsim.charts import style
+from kvsim.charts.rectangles import rectangles
 from kvsim.errors import KvsimError
 from kvsim.intervals import over_traces
 from kvsim.synth import Synthetic, write_synthetic
@@ -218,14 +219,51 @@ def test_a_retention_map_counts_what_is_kept(results, shadows, sort):
     tables = [table for table in rows_of_chart(chart) if "kept" in table[0]]
     assert len(tables) == 3
     order = np.argsort(-utility, kind="stable") if sort == "utility" else np.arange(trace.num_positions)
-    title = chart.to_dict()["vconcat"][-1]["layer"][0]["encoding"]["x"]["title"]
-    assert "bins of 20" in title
+    encoding = chart.to_dict()["vconcat"][-1]["layer"][0]["encoding"]
+    assert "bins of 20" in encoding["x"]["title"]
+    tall = int(encoding["y"]["title"].rpartition(" ")[2])
     for result, table in zip(shown, tables, strict=True):
-        drawn = {(row["x"], row["y"]): row["kept"] for row in table}
-        tall = sorted({y for _, y in drawn})[1] - 1
+        drawn = {}
+        for row in table:
+            for cell in itertools.product(range(row["x"], row["x2"], 20), range(row["y"], row["y2"], tall)):
+                assert cell not in drawn
+                drawn[cell] = row["kept"]
         for x, y in itertools.product(range(0, trace.num_positions, 20), range(1, 25, tall)):
             expected = kept_fraction(result, order, x, y, 20, tall)
             assert drawn.get((x, y)) == (None if expected is None else pytest.approx(expected, rel=1e-5))
+
+
+def test_rectangles_cover_a_grid_exactly():
+    rng = np.random.default_rng(0)
+    for shape in ((1, 1), (3, 7), (9, 4), (1, 12), (12, 1)):
+        for levels in (1, 2, 5):
+            grid = rng.integers(levels, size=shape) / 4
+            grid[rng.random(shape) < 0.2] = np.nan
+            again = np.full(shape, np.nan)
+            for x0, x1, y0, y1, value in rectangles(grid):
+                assert np.isnan(again[y0:y1, x0:x1]).all()
+                again[y0:y1, x0:x1] = value
+            np.testing.assert_array_equal(again, grid)
+    assert rectangles(np.zeros((5, 8))) == [(0, 8, 0, 5, 0.0)]
+    assert len(rectangles(np.tile([0.0, 1, 0, 1], (6, 1)))) == len(rectangles(np.tile([0.0, 1, 0, 1], (6, 1)).T)) == 4
+
+
+def test_a_fine_retention_map_draws_every_token_and_step():
+    trace = kvsim.open_trace(NEEDLE)
+    result = kvsim.replay(trace, "ema:0.8")
+    chart = charts.retention(result, cells=60_000)
+    (table, *_) = (rows for rows in rows_of_chart(chart) if "kept" in rows[0])
+    assert len(table) < trace.num_positions, "kept runs of a token, and joined ones of those evicted at once"
+    encoding = chart.to_dict()["vconcat"][-1]["layer"][0]["encoding"]
+    assert (encoding["x"]["title"], encoding["y"]["title"]) == ("position", "decode step t")
+    for step in (1, 20, trace.num_steps):
+        kept = [p for row in table if row["kept"] and row["y"] <= step < row["y2"] for p in range(row["x"], row["x2"])]
+        assert sorted(kept) == result.retained(step).tolist()
+    noisy = [kvsim.replay(trace, f"ema:{alpha},over=step", shadow=True) for alpha in (0, 0.3, 0.6)]
+    checked(charts.retention(noisy, cells=60_000))
+    for cells in (60_001, 0):
+        with pytest.raises(KvsimError, match=f"cells must be from 1 to 60,000, over all panels, got {cells:,}"):
+            charts.retention(result, cells=cells)
 
 
 def test_reference_utility_is_the_mean_over_the_steps_a_position_has_seen():
