@@ -67,7 +67,7 @@ def run_closed_loop(
 
 def _print(trace: Trace, policies: list[Policy], rows: list[dict[str, object]], budget: Budget) -> None:
     say(f"{trace.path.name}: prompt {trace.prompt_length}, steps {trace.num_steps}, closed loop")
-    table = narrow_table("policy")
+    table = narrow_table("policy", gap=1)
     for name in ("B", "kept\nmass", "raw\nagreem.", "exact", "near-\nties", "passes"):
         table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     for name in ("changed steps,\npass by pass", "Jaccard with\nlast pass"):

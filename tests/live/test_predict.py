@@ -126,7 +126,7 @@ def test_intervals_hold_the_value_and_follow_the_seed():
 
 def test_the_order_of_the_rows_means_nothing():
     rng = np.random.default_rng(3)
-    rows = rows_of(rng.integers(2, size=(9, 3)) * 100.0, open_kept_mass=rng.random((9, 3)))
+    rows = rows_of(rng.integers(2, size=(30, 3)) * 100.0, open_kept_mass=rng.random((30, 3)))
     shards = [[r for r in rows if r["index"] % 3 == part] for part in (2, 0, 1)]
     assert prediction([*itertools.chain(*shards)]) == prediction(rows)
 
