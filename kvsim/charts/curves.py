@@ -5,6 +5,7 @@ from typing import Any
 
 import altair as alt
 
+from kvsim.budget import Budget
 from kvsim.charts.intake import Rows, policy_labels, rows_of, with_values
 from kvsim.charts.naming import family_of, name_of, without_budget
 from kvsim.charts.style import HEIGHT, WIDTH, Row, distinct, embed, heading, layered, number, panel_title, stacked
@@ -56,7 +57,14 @@ def alpha_sensitivity(rows: Rows, metric: str = "kept_mass", *, normalise: bool 
     title, y = name_of(metric)
     y = f"{y}; over its best" if normalise else y
     x = number("x", "alpha (weight of the old state in one update)")
-    return _panels(points, x, number("y", y), heading(f"{title} against alpha", *_notes(table)), "rule", "alpha")
+    return _panels(
+        points,
+        x,
+        number("y", y),
+        heading(f"{title} against alpha", *_notes(table, _common_budget(table))),
+        "rule",
+        "alpha",
+    )
 
 
 def budget_curves(rows: Rows, metric: str = "kept_mass") -> Panels:
@@ -113,10 +121,7 @@ def _keep_ratio(row: Row) -> float:
     """Give the share of the prompt that a result's policy keeps: what was asked for, before it was floored."""
     if row.get("keep_ratio") is not None:
         return float(row["keep_ratio"])
-    try:
-        budget = parse(row["policy"]).budget
-    except KvsimError:
-        budget = None
+    budget = _budget_of(row["policy"])
     if budget is not None and budget.keep_ratio is not None:
         return float(budget.keep_ratio)
     rows_of([row], "budget", "prompt_length")
@@ -146,11 +151,32 @@ def _normalised(points: list[Row]) -> list[Row]:
     return [point | {"y": point["y"] / best[point["trace"], point["series"]]} for point in points]
 
 
-def _notes(table: Sequence[Row]) -> list[str]:
+def _common_budget(table: Sequence[Row]) -> str:
+    """Say which budget all policies have; nothing where they differ or rows do not say."""
+    found = {_budget_of(row["policy"]) for row in table}
+    tokens = {row.get("budget") for row in table}
+    budget = found.pop()
+    if found or budget is None:
+        return ""
+    share = "" if budget.keep_ratio is None else f"{budget} of the prompt"
+    size = tokens.pop()
+    known = "" if tokens or size is None else f" = {size:.10g} tokens"
+    return f"B = {share}{known}" if share else f"B{known or f' = {budget} tokens'}"
+
+
+def _budget_of(policy: str) -> Budget | None:
+    try:
+        return parse(policy).budget
+    except KvsimError:
+        return None
+
+
+def _notes(table: Sequence[Row], budget: str = "") -> list[str]:
     traces = list(dict.fromkeys(str(row.get("trace", "")) for row in table))
     modes = list(dict.fromkeys(str(row["mode"]) for row in table if row.get("mode")))
     how = {"irreversible": "irreversible; open loop", "shadow": "shadow mode: nothing is evicted"}
-    return [traces[0] if len(traces) == 1 else "", " and ".join(how.get(mode, mode) for mode in modes)]
+    told = " and ".join(how.get(mode, mode) for mode in modes)
+    return [traces[0] if len(traces) == 1 else "", "; ".join(filter(None, [told, budget]))]
 
 
 def _panels(points: list[Row], x: Row, y: Row, title: alt.TitleParams, legend: str, x_tip: str) -> Panels:

@@ -140,17 +140,17 @@ def _told_apart(names: Mapping[str, str]) -> dict[str, str]:
     return {key: f"{name} {key[:6]}" if name in twice else name for key, name in names.items()}
 
 
-def notes_of(results: Sequence[Result]) -> list[str]:
-    """Say below a title what its numbers are: which recording, which mode, which budget."""
+def notes_of(results: Sequence[Result], *, modes: bool = True) -> list[str]:
+    """Say below a title what its numbers are: which recording, which mode (unless panels do), which budget."""
     traces = list(dict.fromkeys(result.trace_name for result in results))
-    modes = [
+    ways = [
         {"irreversible": "irreversible", "shadow": "shadow mode: nothing is evicted"}[mode]
         for mode in dict.fromkeys(result.mode for result in results)
     ]
     budgets = list(dict.fromkeys(f"{result.budget:.10g}" for result in results if "budget=" in result.policy))
     notes = [", ".join(traces) if len(traces) < 4 else f"{len(traces)} recordings"]
     loops = ["live" if loop == "live" else f"{loop} loop" for loop in dict.fromkeys(result.loop for result in results)]
-    how = ["; ".join(modes), " and ".join(loops)]
+    how = ["; ".join(ways)] * modes + [" and ".join(loops)]
     if budgets:
         how.append(f"B = {', '.join(budgets)} tokens" if len(budgets) < 4 else "several budgets")
     if any(result.approximate for result in results):

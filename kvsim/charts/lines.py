@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvsim.charts.intake import Results, notes_of, points_each, results_of, series_of, thinned, trace_labels
 from kvsim.charts.naming import name_of
-from kvsim.charts.style import GREY, HEIGHT, WIDTH, Row, distinct, embed, heading, layered, marked, number
+from kvsim.charts.style import HEIGHT, WIDTH, Row, distinct, embed, heading, layered, marked, number
 from kvsim.engines.outcome import METRICS
 from kvsim.errors import KvsimError, unknown_name
 from kvsim.result import Result
@@ -43,7 +43,7 @@ def step_chart(
     height : int
         Pixels.
     rule : float, optional
-        Where a dotted line crosses.
+        Where a thick grey line, unlike any series, crosses.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def step_chart(
     layers.append(points.encode(y=y_axis, color=encodings["color"], shape=encodings["shape"]))
     if rule is not None:
         level = alt.Chart(embed([{"level": rule}])).encode(y="level:Q")
-        layers.append(level.mark_rule(color=GREY, strokeDash=[1, 3], strokeWidth=1.5))
+        layers.insert(0, level.mark_rule(color="#b8b8b8", strokeWidth=5, opacity=0.7))
     own_title = {} if title is None else {"title": title}
     return layered(*layers, width=WIDTH, height=height, **own_title)
 
@@ -150,7 +150,7 @@ def churn(results: Results) -> alt.LayerChart:
     rule, notes = None, notes_of(found)
     if len(budgets) == 1:
         rule = 2 / (budgets.pop() + 1)
-        notes.append(f"dotted: 2 / (B + 1) = {rule:.3g}, the churn of one token that leaves as one comes")
+        notes.append(f"thick grey: 2 / (B + 1) = {rule:.3g}, the churn of one token that leaves as one comes")
     title, y = name_of("churn")
     return step_chart(lines, heading(title, *notes), y, scale=alt.Scale(zero=True, nice=True), rule=rule)
 

@@ -24,6 +24,9 @@ MAP_ROWS = 4800
 
 MAX_CELLS = 60_000
 
+MEANING = "attention to a position, mean over layers, heads and the steps at which it is there (full cache)"
+"""What `reference_utility` gives."""
+
 ORDERS = ("position", "utility")
 BARS = 60
 PROMPT_FILL, GENERATED_FILL = "#1f3b63", "#a9bedb"
@@ -52,6 +55,7 @@ def retention(
     *,
     sort: Literal["position", "utility"] = "position",
     utility: npt.ArrayLike | None = None,
+    meaning: str = MEANING,
     cells: int = MAP_ROWS,
 ) -> alt.VConcatChart:
     """Draw which positions are retained after each step, one panel a result (Fig. 1).
@@ -69,6 +73,8 @@ def retention(
         utilities would end there.
     utility : array_like, optional
         [L0 + T] reference utility of each position; `reference_utility` gives the usual one.
+    meaning : str
+        What `utility` is, below the title.
     cells : int
         The most cells, over all panels; at most 60,000. Neighbours of equal value are one row of the chart's data, and
         where they are more than 4,800 all the same, bins are coarser than this asks; the axes name the bins.
@@ -97,14 +103,16 @@ def retention(
     x_name += f"; bins of {wide}" if wide > 1 else ""
     y_name = "decode step t" + (f"; bins of {tall}" if tall > 1 else "")
     height = 240 if len(found) == 1 else 130
-    for result, name, covered in zip(found, series_of(found), grids, strict=True):
+    for result, name, covered in zip(found, _panel_names(found), grids, strict=True):
         rows = _rows(covered, (positions, result.num_steps), (wide, tall))
         # Only the lowest panel names the axis that all have in common.
         own_name = x_name if result is found[-1] else None
         panel = _panel(rows, (positions, result.num_steps), wide, (own_name, y_name), sort)
-        title = panel_title(f"raw top-B: {name}" if _is_raw(result) else name)
-        panels.append(layered(panel, _lines(result, sort), width=WIDTH, height=height, title=title))
-    title = heading("Retained positions", *notes_of(found), _key(sort))
+        panels.append(layered(panel, _lines(result, sort), width=WIDTH, height=height, title=panel_title(name)))
+    several_modes = len({result.mode for result in found}) > 1
+    about = f"reference utility: {meaning}" if sort == "utility" else ""
+    young = "white: positions that are not there yet"
+    title = heading("Retained positions", *notes_of(found, modes=not several_modes), f"{_key(sort)}; {young}", about)
     return stacked(panels, title, "fill", "stroke")
 
 
@@ -121,6 +129,18 @@ def _fitting(
         if sum(map(len, covered)) <= MAP_ROWS:
             return covered, wide, tall
         cells = max(MAP_ROWS, cells * 3 // 4)
+
+
+def _panel_names(found: Sequence[Result]) -> list[str]:
+    """Name panels by policy, the raw sets as such, and by mode where there are both."""
+    modes = {"shadow": ", shadow mode: nothing is evicted", "irreversible": ", irreversible"}
+    several = len({result.mode for result in found}) > 1
+    return [
+        ("raw top-B: " if _is_raw(result) else "")
+        + name.removesuffix(" (shadow)" if several else "")
+        + modes[result.mode] * several
+        for result, name in zip(found, series_of(found), strict=True)
+    ]
 
 
 def _is_raw(result: Result) -> bool:
@@ -218,7 +238,7 @@ def _kept_steps(
 
 def _panel(rows: list[Row], extent: tuple[int, int], wide: int, names: tuple[str | None, str], sort: str) -> alt.Chart:
     (positions, steps), (x_name, y_name) = extent, names
-    seam = min(0.7, 0.25 * WIDTH * wide / positions)
+    seam = min(0.7, 0.4 * WIDTH * wide / positions)
     x = number("x", x_name, scale=alt.Scale(domain=[0, positions], nice=False), format="d")
     y = number("y", y_name, scale=alt.Scale(domain=[1, steps + 1], reverse=True, nice=False), format="d", tickCount=5)
     x["axis"]["grid"] = y["axis"]["grid"] = False

@@ -42,7 +42,7 @@ def oracle_gap(given: Result | Rows) -> alt.LayerChart:
         table = rows_of(oracle_gap_rows(results))
         notes = notes_of(results)
         best = dict.fromkeys(without_budget(row["reference"]) for row in table)
-        notes.append(f"dotted: the optimum, {' and '.join(best)}")
+        notes.append(f"thick grey: the optimum, {' and '.join(best)}")
     else:
         table = with_values(rows_of(items, "step", "policy", "kept_mass", "optimum"), "kept_mass", "optimum")
     labels = policy_labels(row["policy"] for row in table)

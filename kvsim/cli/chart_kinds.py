@@ -129,7 +129,7 @@ def _retention(request: Request) -> "Chart":
         results = request.results(list(dict.fromkeys(raws)), shadow=True) + results
     sort: Any = request.sort or "position"
     utility = charts.reference_utility(trace) if sort == "utility" else None
-    fine = {} if request.cells is None else {"cells": request.cells}
+    fine: dict[str, Any] = {} if request.cells is None else {"cells": request.cells}
     return charts.retention(results, sort=sort, utility=utility, **fine)
 
 

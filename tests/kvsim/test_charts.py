@@ -282,6 +282,38 @@ def test_the_raw_sets_are_a_shadow_of_the_layer_mean(results, shadows):
     np.testing.assert_array_equal(shadows[0].outcome.metrics["churn"], results[0].outcome.metrics["raw_churn"])
     titles = [panel["title"]["text"] for panel in charts.retention(shadows[:2]).to_dict()["vconcat"]]
     assert titles == ["raw top-B: ema:0,over=step", "ema:0.8"]
+    both = charts.retention([shadows[0], results[0]]).to_dict()
+    titles = [panel["title"]["text"] for panel in both["vconcat"]]
+    assert titles == ["raw top-B: ema:0,over=step, shadow mode: nothing is evicted", "ema:0.8, irreversible"]
+    small = both["title"]["subtitle"]
+    assert small[1] == "open loop; B = 25 tokens"
+    assert "white: positions that are not there yet" in small[2]
+
+
+def test_small_print_says_what_a_number_depends_on(results):
+    trace = kvsim.open_trace(MULTI)
+    utility = charts.reference_utility(trace)
+    sorted_ = charts.retention(results[0], sort="utility", utility=utility).to_dict()["title"]["subtitle"]
+    assert sorted_[-1].startswith("reference utility: attention to a position, mean over layers")
+    named = charts.retention(results[0], sort="utility", utility=utility, meaning="mine").to_dict()
+    assert named["title"]["subtitle"][-1] == "reference utility: mine"
+    rows = [result.summary() for result in results]
+    small = charts.alpha_sensitivity(rows).to_dict()["title"]["subtitle"]
+    assert small[1] == "irreversible; open loop; B = 10% of the prompt = 25 tokens"
+    fixed = [{**row, "policy": row["policy"].replace("10%", "25")} for row in rows]
+    assert "B = 25 tokens" in charts.alpha_sensitivity(fixed).to_dict()["title"]["subtitle"][1]
+    mixed = charts.alpha_sensitivity([*rows, fixed[0] | {"budget": 9}]).to_dict()["title"]["subtitle"]
+    assert "B =" not in mixed[1]
+
+
+def test_the_optimum_looks_like_no_policy(results):
+    oracle = kvsim.replay(MULTI, "oracle:bound")
+    for chart in (charts.oracle_gap([*results[:2], oracle]), charts.churn(results)):
+        (rule,) = (view for view in views(chart.to_dict()) if view["mark"]["type"] == "rule")
+        assert rule["mark"]["strokeWidth"] > 3
+        assert rule["mark"]["color"] not in style.COLOURS
+        assert "strokeDash" not in rule["mark"]
+        assert any("thick grey: " in note for note in chart.to_dict()["title"]["subtitle"])
 
 
 def test_a_retention_map_refuses_what_it_cannot_show(results):
