@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 from typing import Annotated
 
 import typer
@@ -29,6 +30,7 @@ __all__ = [
     "budget_note",
     "budget_notes",
     "find_traces",
+    "without_budget",
 ]
 
 Traces = Annotated[
@@ -84,6 +86,11 @@ def at_ratios(policies: list[str], ratios: list[str] | None) -> list[Policy]:
     """Give every policy at every compression ratio, each once; a budget of its own beats them."""
     budgets = _budgets(ratios)
     return list(dict.fromkeys(parse(text).with_budget(budget) for budget in budgets for text in policies))
+
+
+def without_budget(policy: str, budget: Budget) -> str:
+    """Leave a budget out of a policy string, or of one with ``alpha`` for a number, where `budget_note` tells it."""
+    return re.sub(rf"/budget={re.escape(str(budget))}(?=/|$)", "", policy)
 
 
 def budget_note(budget: Budget) -> str:

@@ -125,6 +125,7 @@ def test_the_command_prints_what_python_returns(monkeypatch):
     assert found["hindsight"] == hindsight(rows)
     output = run(*words).stdout
     assert max(map(len, output.splitlines())) <= 120
+    assert "best of ema:alpha,over=step in hindsight" in output
     for word in (*rules, "ema:0.8,over=step", "sigma", "eta", "hindsight", "open loop", "compression_ratio 0.9"):
         assert word in output
     assert re.search(r"adaptive:noise,over=step +0\.749\d +0\.\d{4} +0\.51 +0\.30 +0\.80 +1 +11", output)

@@ -362,3 +362,23 @@ def test_a_best_alpha_at_the_edge_says_so(tmp_path):
     output = run(*words).stdout
     assert "0.8 (edge)" in output
     assert "one beyond it may be better" in output
+
+
+def test_tables_leave_out_a_budget_that_the_footer_tells(tmp_path):
+    paths = [write_trace(tmp_path / name, seed=seed).path for seed, name in enumerate("ab")]
+    words = ["analyze", "alpha", *paths, *(f"--policy=ema:{a}" for a in (0.3, 0.8))]
+    output = run(*words).stdout
+    assert "ema:alpha " in output
+    assert "budget=" not in output
+    assert json.loads(run(*words, "--json").stdout)["best"][0]["policy"] == "ema:alpha/budget=10%"
+    own = run(*words, *(f"--policy=ema:{a}/budget=9/protect=sink:1" for a in (0.3, 0.8))).stdout
+    assert "ema:alpha/budget=9/protect=sink:1" in own
+
+
+def test_a_mean_has_the_digits_of_its_interval(tmp_path):
+    paths = [write_trace(tmp_path / name, seed=seed).path for seed, name in enumerate("ab")]
+    lines = run("analyze", "alpha", *paths, "--policy", "ema:0.8").stdout.splitlines()
+    place = next(place for place, line in enumerate(lines) if line.startswith("ema:0.8") and "[" in line)
+    assert {len(number.partition(".")[2]) for number in lines[place - 1].split()} == {3}
+    assert {len(number.strip("[],").partition(".")[2]) for number in lines[place].split()[1:]} == {3}
+    assert max(map(len, lines[:-1])) <= 100

@@ -8,7 +8,17 @@ from rich.text import Text
 
 from kvsim.cli.analyze.best import EDGE
 from kvsim.cli.analyze.utilities import Smoothed, utilities_of
-from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
+from kvsim.cli.options import (
+    AsJson,
+    BudgetText,
+    CompressionRatio,
+    More,
+    Quiet,
+    Traces,
+    budget_note,
+    find_traces,
+    without_budget,
+)
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
@@ -57,7 +67,9 @@ def adaptive(
         if not as_json:
             say(f"{recording.path.name}: prompt {recording.prompt_length}, steps {recording.num_steps}")
             names = {row.policy: str(one) for row, one in zip(found, everything, strict=True)}
+            told = [one | {"family": without_budget(one["family"], chosen)} for one in hindsight(found)]
             _print([row.summary() for row in found], hindsight(found), names)
+            _print_hindsight(told)
     if as_json:
         print_json({"loop": "open", "h": h, "results": rows, "hindsight": best})
         return
@@ -88,6 +100,9 @@ def _print(rows: list[dict[str, Any]], best: list[dict[str, Any]], names: dict[s
         ]
         if signals:
             say(f"{names[row['policy']]}: {'; '.join(signals)}")
+
+
+def _print_hindsight(best: list[dict[str, Any]]) -> None:
     for one in best:
         kept, lost = (
             f"{one[of]:.4f} at {one[f'{of}_alpha']:g}" + " (edge)" * one["at_edge"][of]

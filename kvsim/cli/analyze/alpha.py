@@ -8,7 +8,17 @@ from rich.text import Text
 
 from kvsim.cli.analyze.best import EDGE, best_alpha
 from kvsim.cli.analyze.utilities import Smoothed, utilities_of
-from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
+from kvsim.cli.options import (
+    AsJson,
+    BudgetText,
+    CompressionRatio,
+    More,
+    Quiet,
+    Traces,
+    budget_note,
+    find_traces,
+    without_budget,
+)
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
@@ -66,7 +76,7 @@ def alpha(
         _print(title, [row.summary() for row in own], shown, names)
     if len(traces) > 1:
         _print(f"mean of {len(traces)} recordings, 95% bootstrap intervals", average, shown, names)
-    _print_best([row for row in best if row["h"] == shown])
+    _print_best([row | {"policy": without_budget(row["policy"], chosen)} for row in best if row["h"] == shown])
     how = "true utilities" if shown is None else f"u: scores averaged over h = {shown} steps to either side"
     say(f"shadow mode: nothing is evicted; {how}; {budget_note(chosen)}")
 
@@ -82,8 +92,10 @@ def _print(title: str, rows: list[dict[str, Any]], h: int | None, names: dict[st
     boundary = {(row["policy"], row["h"]): row["boundary"] for row in rows}
     for row in rows:
         if row["h"] == h:
-            cells = [_cell(row[part], row.get(f"{part}_low"), row.get(f"{part}_high")) for part in PARTS]
-            cells += [_cell(boundary[row["policy"], width]) for width in others]
+            # An interval is of the digits of its mean, and both of three, which leaves room for the other columns.
+            digits = 3 if "traces" in row else 4
+            cells = [_cell(row[part], digits, row.get(f"{part}_low"), row.get(f"{part}_high")) for part in PARTS]
+            cells += [_cell(boundary[row["policy"], width], digits) for width in others]
             table.add_row(Text(names[row["policy"]]), *cells)
     print_table(table)
 
@@ -103,9 +115,7 @@ def _print_best(best: list[dict[str, Any]]) -> None:
         say(EDGE)
 
 
-def _cell(value: float, low: float | None = None, high: float | None = None) -> str:
+def _cell(value: float, digits: int, low: float | None = None, high: float | None = None) -> str:
     # Adding zero turns the minus zero of a rounded difference into zero.
-    shown = f"{round(value, 4) + 0.0:.4f}"
-    if low is None or high is None:
-        return shown
-    return f"{shown}\n[{round(low, 3) + 0.0:.3f}, {round(high, 3) + 0.0:.3f}]"
+    shown = [f"{round(one, digits) + 0.0:.{digits}f}" for one in (value, low, high) if one is not None]
+    return shown[0] if len(shown) == 1 else f"{shown[0]}\n[{', '.join(shown[1:])}]"
