@@ -5,6 +5,7 @@ evicted rate (0.15), boundary margin (0.03), score entropy (0.07). Here the sens
 kept mass, or its loss without eviction, spreads over alphas.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -32,6 +33,7 @@ __all__ = [
     "LEAST_TRACES",
     "OBSERVABLES",
     "SENSITIVITIES",
+    "TELLING_TRACES",
     "Sensitivity",
     "correlate",
     "sensitivity",
@@ -40,6 +42,12 @@ __all__ = [
 DEFAULT_ALPHA = 0.8
 DEFAULT_H = 8
 LEAST_TRACES = 3
+
+TELLING_TRACES = 6
+"""From here on correlations over recordings are worth a table: no p is below 1/12 with 4 recordings, 1/60 with 5."""
+
+MOST_ENUMERATED = 6
+"""Recordings whose 720 orders are all tried; more are shuffled."""
 
 OBSERVABLES = {
     "score_margin": "(s_B - s_(B+1)) / s_B of the layer-averaged scores of the full cache, sorted from the highest",
@@ -204,7 +212,7 @@ def correlate(rows: Sequence[Sensitivity], *, resamples: int = RESAMPLES, seed: 
     list of dict
         For each observable and each sensitivity: ``observable``, ``sensitivity``, ``traces`` (those where the
         observable is defined), and ``spearman`` and ``pearson`` with ``_low``, ``_high`` and ``_p``, the share of
-        shuffles with a correlation at least as strong. All None below 3 recordings or where either side is constant;
+        orders with a correlation at least as strong: of all orders up to 6 recordings, of shuffles above. All None below 3 recordings or where either side is constant;
         an interval is None where more than half of the resamples are constant. Intervals from few recordings are far
         too narrow: three points in line give [1, 1]. Their p, 1/3, shows what that is worth.
 
@@ -265,13 +273,18 @@ def _correlations(x: FloatArray, y: FloatArray, resamples: int, seed: int) -> di
         return found
     rng = np.random.default_rng(seed)
     drawn = rng.integers(x.size, size=(resamples, x.size))
-    shuffled = rng.permuted(np.tile(np.arange(x.size), (resamples, 1)), axis=1)
+    exact = x.size <= MOST_ENUMERATED
+    if exact:
+        shuffled = np.array(list(itertools.permutations(range(x.size))))
+    else:
+        shuffled = rng.permuted(np.tile(np.arange(x.size), (resamples, 1)), axis=1)
     for name, measure in (("spearman", _spearman), ("pearson", pearson)):
         value = float(measure(x, y))
         if np.isnan(value):
             continue
         chance = np.abs(measure(x, y[shuffled])) >= abs(value) - TIE
-        found |= {name: value, f"{name}_p": float((1 + chance.sum()) / (1 + resamples))}
+        p = chance.mean() if exact else (1 + chance.sum()) / (1 + resamples)
+        found |= {name: value, f"{name}_p": float(p)}
         again = measure(x[drawn], y[drawn])
         again = again[~np.isnan(again)]
         if 2 * again.size >= resamples:

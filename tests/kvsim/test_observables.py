@@ -1,6 +1,7 @@
 """Observables and alpha sensitivity: by hand, against replays, trade-off and scipy, on recordings of every kind."""
 
 import dataclasses
+import itertools
 import json
 import math
 import warnings
@@ -125,8 +126,17 @@ def test_permutation_p_is_that_of_all_orders():
     found = {(r["observable"], r["sensitivity"]): r for r in correlate(rows)}
     line = found["score_margin", "kept_mass_spread"]
     assert (line["spearman"], line["spearman_low"], line["spearman_high"]) == (1, 1, 1)
-    assert line["spearman_p"] == pytest.approx(1 / 3, abs=0.04)
+    assert line["spearman_p"] == pytest.approx(1 / 3)
     assert line["pearson"] == pytest.approx(pearsonr([1, 2, 3], [0.1, 0.2, 0.4]).statistic)
+
+
+def test_p_of_few_recordings_tries_every_order():
+    x, y = (1.0, 2.0, 3.0, 4.0, 5.0), (0.1, 0.3, 0.2, 0.5, 0.4)
+    rows = [one({"score_margin": a}, (0, b, 0), name=str(a)) for a, b in zip(x, y, strict=True)]
+    found = {(r["observable"], r["sensitivity"]): r for r in correlate(rows, resamples=1)}
+    rho = abs(spearmanr(x, y).statistic)
+    orders = [abs(spearmanr(x, order).statistic) >= rho - 1e-9 for order in itertools.permutations(y)]
+    assert found["score_margin", "kept_mass_spread"]["spearman_p"] == pytest.approx(np.mean(orders))
 
 
 def test_what_is_undefined_is_none():
@@ -197,17 +207,22 @@ def test_bad_requests(tmp_path, many):
 
 
 def test_the_command(many, tmp_path):
-    paths = [trace.path for trace in many[:4]]
+    paths = [trace.path for trace in many[:6]]
     printed = run("analyze", "sensitivity", *paths, "--budget", 6, "--over", "step").stdout
-    assert "correlations over 4 recordings" in printed
+    assert "correlations over 6 recordings" in printed
     assert "observed: ema:0.8,over=step; u: true utilities; B: 6 tokens" in printed
     assert "nan" not in printed.lower()
     found = json.loads(run("analyze", "sensitivity", *paths[:2], "--json").stdout)
     assert [row["trace"] for row in found["results"]] == ["iid-0.1", "iid-1.0"]
     assert found["results"][0]["alphas"] == list(ALPHAS)
     assert {row["spearman"] for row in found["correlations"]} == {None}
+    five = run("analyze", "sensitivity", *paths[:5], "--budget", 6)
+    assert "Spearman" not in five.stdout
+    assert "correlations over recordings need at least 6 of them; those over fewer say nothing" in five.stdout
+    five = json.loads(run("analyze", "sensitivity", *paths[:5], "--budget", 6, "--json").stdout)
+    assert any(row["spearman"] is not None for row in five["correlations"])
     alone = run("analyze", "sensitivity", paths[0]).stdout
-    assert "need at least 3 of them" in alone
+    assert "need at least 6 of them" in alone
     write_trace(tmp_path / "real", steps=3, capture="scores")
     mixed = ("analyze", "sensitivity", paths[0], tmp_path / "real")
     assert "add --smoothed" in run(*mixed, code=2).stderr
@@ -215,7 +230,9 @@ def test_the_command(many, tmp_path):
     assert "[0, 1)" in run("analyze", "sensitivity", paths[0], "--alpha", 2, code=2).stderr
 
 
-def test_the_tables_fit_a_hundred_columns(monkeypatch):
-    printed = run("analyze", "sensitivity", SAMPLES / "*").stdout.splitlines()
+def test_the_tables_fit_a_hundred_columns(many):
+    paths = [SAMPLES / "*", *(trace.path for trace in many[:3])]
+    printed = run("analyze", "sensitivity", *paths, "--smoothed").stdout.splitlines()
+    assert any("Spearman" in line for line in printed)
     notes = ("correlations", "observed")
     assert max(len(line) for line in printed if not line.startswith(notes)) <= 100

@@ -21,7 +21,7 @@ from kvsim.cli.options import (
 )
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.engines import DEFAULT_ENGINE
-from kvsim.observables import DEFAULT_ALPHA, DEFAULT_H, LEAST_TRACES, OBSERVABLES, SENSITIVITIES
+from kvsim.observables import DEFAULT_ALPHA, DEFAULT_H, OBSERVABLES, SENSITIVITIES, TELLING_TRACES
 from kvsim.replay import choose_budget
 
 __all__ = ["sensitivity"]
@@ -56,7 +56,7 @@ def sensitivity(
 
     spread: largest less smallest over alpha 0, 0.3, 0.6, 0.8, 0.9, 0.95, 0.98, 0.99. tilt: at 0.99 less at 0.
     Margins, entropy and loss are without eviction; disagreement and raw-top evicted with it.
-    From 3 recordings on: correlations of the two.
+    From 6 recordings on: correlations of the two; --json gives them from 3 on.
 
     Example: kvsim analyze sensitivity --trace 'traces/samples/*' --alpha 0.8
     """
@@ -100,8 +100,8 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 def _print_correlations(rows: list[dict[str, Any]], count: int) -> None:
-    if count < LEAST_TRACES:
-        say(f"correlations over recordings need at least {LEAST_TRACES} of them")
+    if count < TELLING_TRACES:
+        say(f"correlations over recordings need at least {TELLING_TRACES} of them; those over fewer say nothing")
         return
     say(f"correlations over {count} recordings: 95% bootstrap intervals (too narrow for few), p of a permutation test")
     table = narrow_table("observable")
