@@ -212,9 +212,10 @@ def correlate(rows: Sequence[Sensitivity], *, resamples: int = RESAMPLES, seed: 
     list of dict
         For each observable and each sensitivity: ``observable``, ``sensitivity``, ``traces`` (those where the
         observable is defined), and ``spearman`` and ``pearson`` with ``_low``, ``_high`` and ``_p``, the share of
-        orders with a correlation at least as strong: of all orders up to 6 recordings, of shuffles above. All None below 3 recordings or where either side is constant;
-        an interval is None where more than half of the resamples are constant. Intervals from few recordings are far
-        too narrow: three points in line give [1, 1]. Their p, 1/3, shows what that is worth.
+        orders with a correlation at least as strong: of all orders up to 6 recordings, of shuffles above. All None
+        below 3 recordings or where either side is constant; an interval is None where more than half of the resamples
+        are constant. Intervals from few recordings are far too narrow: three points in line give [1, 1]. Their p, 1/3,
+        shows what that is worth.
 
     Raises
     ------

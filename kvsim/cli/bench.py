@@ -126,6 +126,8 @@ def adaptive(
 def oracle(as_json: AsJson = False) -> None:
     """Measure how close the bound of oracle:bound comes in how much time, and its peak memory, on one core.
 
+    Takes about a minute, and 670 MiB of memory.
+
     Example: kvsim bench oracle --json
     """
     report = bench_oracle()

@@ -163,7 +163,10 @@ def synth(
         float | None, typer.Option(metavar="D", help="Radians a step, for kind drift; 0.05 by default.")
     ] = None,
     shift_at: Annotated[
-        int | None, typer.Option(metavar="STEP", help="First step after the change, for kind shift.")
+        int | None,
+        typer.Option(
+            metavar="STEP", help="First step after the change, for kind shift; by default halfway, T // 2 + 1."
+        ),
     ] = None,
     heads: Annotated[int, typer.Option(metavar="H", help="Heads.")] = 2,
     layers: Annotated[int, typer.Option(metavar="K", help="Layers.")] = 4,

@@ -272,3 +272,17 @@ def test_an_argument_of_the_scorer_is_not_one_of_the_preset(trace):
         message = run("replay", "--trace", trace.path, "--policy", f"{word}/budget=8", code=2).stderr
         assert f"policy 'knorm' takes no arguments, got '{word[6:]}'" in message
         assert ("; its scorer does: single/score=knorm:sign=plus/group=head" in message) == hint
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("analyze momentum", ["one layer 1 - A, one step 1 - A^K", "carried:", "one layer (1 - A) / K"]),
+        ("analyze stability", ["alpha^K for ema:alpha", "misranked:", "shuffled:", "viol. (violated):"]),
+        ("trace synth", ["by default halfway"]),
+        ("bench oracle", ["about a minute", "670 MiB"]),
+    ],
+)
+def test_help_defines_what_the_tables_say(words, told):
+    text = " ".join(run(*words.split(), "--help").stdout.replace("│", " ").split())
+    assert [word for word in told if word not in text] == []

@@ -80,7 +80,7 @@ def adaptive(
 
 def _print(rows: list[dict[str, Any]], best: list[dict[str, Any]], names: dict[str, str]) -> None:
     table = narrow_table("policy")
-    headings = ["kept\nmass", "shadow\nloss", "alpha\nmean", "min", "max", "switch-\nes", "first\nswitch"]
+    headings = ["kept\nmass", "shadow\nloss", "alpha\nmean", "min", "max", "switches", "first\nswitch"]
     for heading in [*headings, "shadow\nmean"]:
         table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
     notable = {(one["family"], one[f"{of}_alpha"]) for one in best for of in ("kept_mass", "shadow_loss")}

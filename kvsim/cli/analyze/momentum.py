@@ -44,8 +44,11 @@ def momentum(
     Without --score and --noise: score=entropy, and noise of 0.82 (the paper's 82%).
     one layer, one step: one layer's update, or one step, has the other scores; before it the state is the policy's own.
     whole run: the other scores from the first step on, which is what another scorer does.
-    difference: L2 norm over that of the policy's own. carried: of the state over that of the scores.
-    expected: the weight of the update in a settled state, 1 - A and 1 - A^K for the layer-sequential EMA.
+    difference: L2 norm of the change over that of the policy's own numbers.
+    carried: the state's difference over the scores' difference, that is, how much of the change gets through.
+    expected: what carried would be if the change had one size everywhere, the weight of the update in a settled state.
+    With A the rule's alpha and K the layers that share its state: for ema:A one layer 1 - A, one step 1 - A^K.
+    With over=step all layers make one update: one layer (1 - A) / K, one step 1 - A.
     same top-B: Jaccard of the highest B.
     Shadow mode: nothing is evicted, and scores are those of the full cache.
 

@@ -30,7 +30,7 @@ COLUMNS = {
     "score_margin": "score\nmargin",
     "state_margin": "state\nmargin",
     "score_entropy": "score\nentropy",
-    "disagreement": "dis-\nagreem.",
+    "disagreement": "disagr.",
     "raw_top_evicted": "raw-top\nevicted",
     "kept_mass_spread": "mass\nspread",
     "loss_spread": "loss\nspread",

@@ -33,10 +33,12 @@ def stability(
     """Show how often a linear rule misranks pairs near the boundary, beside what InertiaKV's Proposition 1 allows.
 
     Pairs: one member at ranks B-8 … B and one at B+1 … B+9 of the time mean, over prompt positions.
+    A per step: what is left of the old state after a step, A of Proposition 1: alpha^K for ema:alpha, which updates
+    once for each of the K layers; alpha with over=step; 1 for cumulative, which forgets nothing.
     misranked: share of the last half of the steps at which the state has the order of the means reversed.
     shuffled: the same with the steps in random order, so that nothing depends on time.
-    limit, finite: the bound after many steps, and the one that holds at every step.
-    viol.: pairs misranked more often than the bound, of those whose bound is below 1; any other says nothing.
+    limit, finite: Proposition 1's bound on misranked, after many steps, and the one for every step; median over pairs.
+    viol. (violated): pairs misranked more often than a bound, of those whose bound is below 1; others say nothing.
     lag-1: median autocorrelation of the gap of two scores, and of one score; Proposition 1 assumes 0.
     Shadow mode: nothing is evicted, and scores are those of the full cache.
 
@@ -75,7 +77,7 @@ def stability(
 def _print(rows: list[dict[str, Any]], names: dict[str, str]) -> None:
     table = narrow_table("policy")
     bounds = [f"{bound}{name}" for bound in ("limit\n", "finite\n") for name in ("median", "viol.")]
-    columns = ["A per\nstep", "pairs", "mis-\nranked", "shuf-\nfled", *bounds, "lag-1\ngap", "lag-1\none"]
+    columns = ["A per\nstep", "pairs", "misranked", "shuffled", *bounds, "lag-1\ngap", "lag-1\none"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
     for row in rows:
