@@ -3,9 +3,9 @@
 from typing import Literal
 
 from kvsim_traces import Trace
-from rich.text import Text
 
 from kvsim.budget import Budget
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.models import load, need_torch
 from kvsim.cli.options import budget_note
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
@@ -77,7 +77,7 @@ def _print(trace: Trace, policies: list[Policy], rows: list[dict[str, object]], 
         assert isinstance(changed, list)
         assert isinstance(jaccard, list)
         table.add_row(
-            Text(str(policy)),
+            PolicyText(str(policy)),
             f"{row['budget']:.10g}",
             f"{row['kept_mass']:.3f}",
             f"{row['raw_agreement']:.3f}",

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.models import Chat, Device, Dtype, ModelPath, load, need_torch
 from kvsim.cli.options import AsJson, PolicyTexts, Quiet, Ratios, at_ratios, budget_notes
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
@@ -179,7 +179,7 @@ def _print(rows: Rows, names: dict[str, str]) -> None:
             line = [f"{row['score']:.1f}", _cell(row["survival"]), _cell(row["kept_mass"])]
             for name in ("full", "refresh") if lazy else ("full",):
                 line += _difference(row, name)
-            table.add_row(Text(names[row["policy"]]), *line)
+            table.add_row(PolicyText(names[row["policy"]]), *line)
         print_table(table)
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 from kvsim_traces import Trace, open_trace
-from rich.text import Text
 
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.models import Device, ModelPath, load, need_torch
 from kvsim.cli.options import AsJson, More, PolicyTexts, Quiet, Ratios, Traces, at_ratios, budget_notes, find_traces
 from kvsim.cli.output import narrow_table, new_file, print_json, print_table, progress_bar, say, write_json
@@ -21,7 +21,7 @@ from kvsim.replay import replay
 __all__ = ["fidelity"]
 
 COLUMNS = {
-    "jaccard": "Jac-\ncard",
+    "jaccard": "Jacc.",
     "random": "null:\nrandom",
     "oldest": "null:\noldest",
     "jaccard_last": "at\nend",
@@ -119,5 +119,5 @@ def _print(recording: Trace, policies: list[Policy], found: list[Fidelity]) -> N
     for policy, one in zip(policies, found, strict=True):
         values = [getattr(one, name) for name in COLUMNS]
         cells = [f"{one.budget:.10g}", *("-" if value is None else f"{value:.3f}" for value in values)]
-        table.add_row(Text(str(dataclasses.replace(policy, budget=None))), *cells)
+        table.add_row(PolicyText(str(dataclasses.replace(policy, budget=None))), *cells)
     print_table(table)

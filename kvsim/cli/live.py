@@ -3,8 +3,8 @@
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.models import Chat, Device, Dtype, Force, ModelPath, Prompt, encode, load, need_torch, read_text
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, Quiet, budget_note
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
@@ -102,7 +102,7 @@ def live(
     for one, row in zip(policies, rows, strict=True):
         sizes = [f"{row[name] / 1e6:.2f}" for name in ("logical_bytes", "physical_bytes", "full_bytes")]
         numbers = ["-" if row[name] is None else f"{row[name]:.3f}" for name in shown]
-        table.add_row(Text(str(one)), str(row["steps"]), *numbers, str(row["evictions"]), *sizes)
+        table.add_row(PolicyText(str(one)), str(row["steps"]), *numbers, str(row["evictions"]), *sizes)
     print_table(table)
     for one, row in zip(policies, rows, strict=True):
         say(f"{one}: {' '.join(row['text'].split())}")

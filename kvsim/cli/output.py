@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typer.core import TyperGroup
 
+from kvsim.cli.folding import PolicyText
 from kvsim.errors import KvsimError
 from kvsim.results_file import locked
 
@@ -119,7 +120,7 @@ def say(line: str, *, to: Console = console, style: str | None = None) -> None:
 def narrow_table(first: str, *, gap: int = 2) -> Table:
     """Give an empty table, columns `gap` apart, whose first one, `first`, folds where the others need the room."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column(first, overflow="fold", min_width=16, vertical="bottom")
+    table.add_column(PolicyText(first), overflow="fold", min_width=16, vertical="bottom")
     return table
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.options import AsJson
 from kvsim.cli.output import print_json, print_table, say
 from kvsim.errors import unknown_name
@@ -123,7 +124,7 @@ def _print_list(entries: list[dict[str, Any]]) -> None:
             table.add_column("expands to", overflow="fold")
         table.add_column("what it does")
         for entry in (e for e in entries if e["kind"] == kind):
-            middle = [entry["expands_to"]] if kind == "preset" else []
+            middle = [PolicyText(entry["expands_to"])] if kind == "preset" else []
             table.add_row(entry["example"], *middle, entry["summary"])
         print_table(table)
     table = Table(title="axes", title_justify="left", box=None, padding=(0, 2, 0, 0))

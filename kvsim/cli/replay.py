@@ -8,10 +8,10 @@ import typer
 from kvsim_traces import Trace, open_trace
 from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from kvsim.budget import Budget
 from kvsim.cli.closed_loop import Start, run_closed_loop
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.left_out import LeftOut, runnable, say_left_out
 from kvsim.cli.models import Device
 from kvsim.cli.options import (
@@ -170,7 +170,7 @@ def _print_table(trace: Trace, policies: list[Policy], results: list[Result], bu
         table.add_column(COLUMNS[name], justify="right", no_wrap=True, vertical="bottom")
     for policy, row in zip(policies, rows, strict=True):
         cells = [_cell(name, row[name]) for name in shown]
-        table.add_row(Text(("~ " if row["approximate"] else "") + str(policy)), *cells)
+        table.add_row(PolicyText(("~ " if row["approximate"] else "") + str(policy)), *cells)
     say(
         f"{trace.path.name}: prompt {trace.prompt_length}, steps {trace.num_steps}, "
         f"{len(trace.eligible_layers)} layers, {trace.num_heads} heads ({trace.num_kv_heads} KV)"

@@ -9,10 +9,12 @@ import numpy as np
 import polars as pl
 import pytest
 from cases import write_trace
+from rich.console import Console
 from typer.testing import CliRunner
 
 import kvsim
 from kvsim.cli import app
+from kvsim.cli.folding import fold
 from kvsim.engines.outcome import METRICS
 
 
@@ -286,3 +288,22 @@ def test_an_argument_of_the_scorer_is_not_one_of_the_preset(trace):
 def test_help_defines_what_the_tables_say(words, told):
     text = " ".join(run(*words.split(), "--help").stdout.replace("│", " ").split())
     assert [word for word in told if word not in text] == []
+
+
+def test_a_policy_folds_between_its_axes():
+    policy = "ema:0.8,over=step/refresh=4/group=layer/protect=sink:1+recent:50%"
+    assert fold(policy, 100) == [policy]
+    assert fold(policy, 40) == ["ema:0.8,over=step/refresh=4/group=layer", "/protect=sink:1+recent:50%"]
+    assert fold(policy, 20)[:3] == ["ema:0.8,over=step", "/refresh=4", "/group=layer"]
+    assert fold(policy, 20)[3:] == ["/protect=sink:1+", "recent:50%"]
+    assert "".join(fold(policy, 1)) == policy
+
+
+def test_a_table_folds_a_policy_between_its_axes(trace, monkeypatch):
+    monkeypatch.setattr("kvsim.cli.output.console", Console(width=80))
+    policy = "ema:0.8,over=step/refresh=4/group=layer/protect=sink:1+recent:2"
+    lines = run("replay", "--trace", trace.path, "--policy", policy, "--budget", 9).stdout.splitlines()
+    own = [line.split()[0] for line in lines if line.startswith(("ema", "/"))]
+    assert len(own) > 1
+    assert "".join(own) == policy
+    assert all(piece.startswith(("ema", "/")) for piece in own)

@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 import typer
 from kvsim_traces import open_trace
-from rich.text import Text
 
 from kvsim.cli.analyze.best import EDGE
 from kvsim.cli.analyze.utilities import Smoothed, utilities_of
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.options import (
     AsJson,
     BudgetText,
@@ -90,7 +90,7 @@ def _print(rows: list[dict[str, Any]], best: list[dict[str, Any]], names: dict[s
             first = "-" if alive["first_switch"] is None else str(alive["first_switch"])
             cells = [f"{row['kept_mass']:.4f}", f"{row['shadow_loss']:.4f}", *_range(alive)]
             cells += [str(alive["switches"]), first, f"{shadow['alpha_mean']:.2f}"]
-            table.add_row(Text(names[row["policy"]]), *cells)
+            table.add_row(PolicyText(names[row["policy"]]), *cells)
     print_table(table)
     for row in rows:
         signals = [

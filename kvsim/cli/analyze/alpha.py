@@ -4,10 +4,10 @@ from typing import Annotated, Any
 
 import typer
 from kvsim_traces import open_trace
-from rich.text import Text
 
 from kvsim.cli.analyze.best import EDGE, best_alpha
 from kvsim.cli.analyze.utilities import Smoothed, utilities_of
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.options import (
     AsJson,
     BudgetText,
@@ -88,7 +88,7 @@ def _print(title: str, rows: list[dict[str, Any]], h: int | None, names: dict[st
         table.add_column(part, justify="right", no_wrap=True, vertical="bottom")
     others = sorted({row["h"] for row in rows} - {h})
     for width in others:
-        table.add_column(f"boundary\nh={width}", justify="right", no_wrap=True)
+        table.add_column(f"boundary\nh={width}", justify="right", no_wrap=True, vertical="bottom")
     boundary = {(row["policy"], row["h"]): row["boundary"] for row in rows}
     for row in rows:
         if row["h"] == h:
@@ -96,7 +96,7 @@ def _print(title: str, rows: list[dict[str, Any]], h: int | None, names: dict[st
             digits = 3 if "traces" in row else 4
             cells = [_cell(row[part], digits, row.get(f"{part}_low"), row.get(f"{part}_high")) for part in PARTS]
             cells += [_cell(boundary[row["policy"], width], digits) for width in others]
-            table.add_row(Text(names[row["policy"]]), *cells)
+            table.add_row(PolicyText(names[row["policy"]]), *cells)
     print_table(table)
 
 
@@ -109,7 +109,7 @@ def _print_best(best: list[dict[str, Any]]) -> None:
         table.add_column(part, justify="right")
     for row in best:
         cells = [best_alpha(row[part], row["alphas"]) for part in PARTS]
-        table.add_row(Text(row["policy"]), *cells)
+        table.add_row(PolicyText(row["policy"]), *cells)
     print_table(table)
     if any(edge for row in best for edge in row["at_edge"].values()):
         say(EDGE)

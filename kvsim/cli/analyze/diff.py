@@ -7,6 +7,7 @@ from kvsim_traces import open_trace
 from rich.text import Text
 
 from kvsim.anatomy import Anatomy, Difference, dissect
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.options import (
     AsJson,
     BudgetText,
@@ -79,7 +80,7 @@ def _print_pairs(found: Anatomy, names: dict[str, str]) -> None:
         table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     for pair in found.pairs:
         jaccard = f"{pair.jaccard.mean():.3f}", f"{pair.jaccard[-1]:.3f}"
-        table.add_row(Text(names[pair.b]), f"{pair.equal.mean():.1%}", *jaccard, f"{pair.count}")
+        table.add_row(PolicyText(names[pair.b]), f"{pair.equal.mean():.1%}", *jaccard, f"{pair.count}")
     print_table(table)
 
 
@@ -95,6 +96,7 @@ def _print_partings(pair: Difference, names: dict[str, str], limit: int, *, shad
     for one in pair.worst(limit):
         cells = [one.group] * several + [str(one.position), str(one.parted)]
         cells += ["-" if one.held_until is None else str(one.held_until)] * (not shadow)
-        cells += [f"{one.mass_after:.4f}", f"{one.mass_gained:.4f}", names[one.kept_by]]
-        table.add_row(Text("-" if one.token is None else repr(one.token)), *map(Text, cells))
+        cells += [f"{one.mass_after:.4f}", f"{one.mass_gained:.4f}"]
+        token = Text("-" if one.token is None else repr(one.token))
+        table.add_row(token, *map(Text, cells), PolicyText(names[one.kept_by]))
     print_table(table)

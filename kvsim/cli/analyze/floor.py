@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 from kvsim_traces import open_trace
-from rich.text import Text
 
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.left_out import runnable, say_left_out
 from kvsim.cli.options import (
     AsJson,
@@ -79,7 +79,7 @@ def floor(
         for place, one in zip(own, floors, strict=True):
             masses = one.kept_mass, one.random_mean, one.random_min, one.random_max
             numbers = [f"{one.budget:g}", *(f"{mass:.3f}" for mass in masses), f"{one.percentile:.0%}"]
-            table.add_row(Text(str(policies[place])), *numbers, verdict(one))
+            table.add_row(PolicyText(str(policies[place])), *numbers, verdict(one))
         print_table(table)
     say_left_out(left_out)
     say(f"{'shadow mode: nothing is evicted' if shadow else 'irreversible; open loop'}; {budget_note(chosen)}")

@@ -6,6 +6,7 @@ import typer
 from kvsim_traces import open_trace
 from rich.text import Text
 
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.momentum import DEFAULT_POLICIES
@@ -85,7 +86,7 @@ def _print(rows: list[dict[str, Any]], names: dict[str, str]) -> None:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
     for row in rows:
-        first = Text(names[row["policy"]]), Text(row["change"])
+        first = PolicyText(names[row["policy"]]), Text(row["change"])
         same = _share(row["top_scores"])
         table.add_row(*first, "one layer", *_cells(row, "layer", "layer"), _share(row["expected_layer"]), "", "")
         step = *_cells(row, "step", "step"), _share(row["expected_step"]), same, _share(row["top_step"])

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 from kvsim_traces import Trace, open_trace
-from rich.text import Text
 
 from kvsim.cli.analyze.floor import verdict
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.left_out import runnable, say_left_out
 from kvsim.cli.options import (
     AsJson,
@@ -122,5 +122,5 @@ def _print(names: list[str], rows: list[dict[str, Any]], floors: list[Floor], me
         for best, missed in [("best", "gap"), ("pooled_best", "pooled_gap")][: 1 + divided]:
             known = row[best] is not None
             cells += [f"{row[best]:.3f}", f"{row[missed]:.2%}"] if known else ["-", "-"]
-        table.add_row(Text(name), *cells, f"{row['random_mean']:.3f}", verdict(beside))
+        table.add_row(PolicyText(name), *cells, f"{row['random_mean']:.3f}", verdict(beside))
     print_table(table)

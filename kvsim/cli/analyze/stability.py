@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 from kvsim_traces import open_trace
-from rich.text import Text
 
+from kvsim.cli.folding import PolicyText
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.policy import parse
@@ -88,7 +88,7 @@ def _print(rows: list[dict[str, Any]], names: dict[str, str]) -> None:
             violated = f"{bound['violated']}/{telling}" if bound["pairs"] else "-"
             cells += ["-" if bound["median"] is None else f"{bound['median']:.2g}", violated]
         cells += [_cell(row["autocorrelation"]), _cell(row["autocorrelation_tokens"])]
-        table.add_row(Text(names[row["policy"]]), *cells)
+        table.add_row(PolicyText(names[row["policy"]]), *cells)
     print_table(table)
 
 
