@@ -20,7 +20,7 @@ from kvsim.mass import group_rows
 from kvsim.plan import FloatArray, Groups
 from kvsim.result import Result
 
-__all__ = ["Anatomy", "Difference", "Parting", "dissect"]
+__all__ = ["Anatomy", "Difference", "Parting", "TokenGain", "dissect"]
 
 BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
@@ -58,6 +58,40 @@ class Parting:
     lost_by: str
     parted: int
     held_until: int | None
+    mass_after: float
+    mass_gained: float
+
+
+@dataclass(frozen=True)
+class TokenGain:
+    """A position over all groups: what one policy gained by keeping it where the other did not.
+
+    Attributes
+    ----------
+    position : int
+        The position.
+    token : str or None
+        Its text, where the recording has texts.
+    gained_by, other : str
+        Who gained on the whole, and who lost.
+    groups_gained_by, groups_other : int
+        Groups in which the one, or the other, held it at their parting and the other one did not.
+    parted : int
+        First step after which it parted them in some group.
+    mass_after : float
+        `Parting.mass_after`, summed over those groups.
+    mass_gained : float
+        The gain of `gained_by`, summed over groups. Summed over positions, with a sign, and divided by the number of
+        groups it is the difference in kept mass, over all steps.
+    """
+
+    position: int
+    token: str | None
+    gained_by: str
+    other: str
+    groups_gained_by: int
+    groups_other: int
+    parted: int
     mass_after: float
     mass_gained: float
 
@@ -134,8 +168,40 @@ class Difference:
             )
         return found
 
+    def tokens(self, limit: int | None = None) -> list[TokenGain]:
+        """Give the positions that made the largest difference over all groups together, largest first.
+
+        Parameters
+        ----------
+        limit : int, optional
+            How many; all by default.
+        """
+        apart = self.parted >= 0
+        gained = np.where(apart, self.mass_gained, 0).sum(axis=0)
+        positions = np.flatnonzero(apart.any(axis=0))
+        order = np.argsort(-np.abs(gained[positions]), kind="stable")[:limit]
+        found = []
+        for i in positions[order].tolist():
+            own = apart[:, i]
+            by_a, by_b = (int((self.keeper[own, i] == side).sum()) for side in (1, -1))
+            (gainer, mine), (other, others) = ((self.a, by_a), (self.b, by_b))[:: 1 if gained[i] >= 0 else -1]
+            found.append(
+                TokenGain(
+                    position=i,
+                    token=None if self.texts is None else self.texts[i],
+                    gained_by=gainer,
+                    other=other,
+                    groups_gained_by=mine,
+                    groups_other=others,
+                    parted=int(self.parted[own, i].min()),
+                    mass_after=float(self.mass_after[own, i].sum()),
+                    mass_gained=abs(float(gained[i])),
+                )
+            )
+        return found
+
     def summary(self, limit: int | None = None) -> dict[str, Any]:
-        """Give everything, ready for JSON, with the `limit` worst partings."""
+        """Give everything, ready for JSON, with the `limit` worst partings and positions."""
         return {
             "a": self.a,
             "b": self.b,
@@ -143,7 +209,9 @@ class Difference:
             "jaccard_steps": self.jaccard.tolist(),
             "invariant_steps": float(self.equal.mean()),
             "partings": self.count,
+            "groups": self.groups.count,
             "worst": [vars(parting) for parting in self.worst(limit)],
+            "worst_tokens": [vars(token) for token in self.tokens(limit)],
         }
 
 

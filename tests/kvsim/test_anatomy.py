@@ -61,6 +61,21 @@ def test_partings_are_those_of_the_sets(tmp_path, group, shadow):
         assert masses == sorted(masses, reverse=True)
         kept = [float(result.outcome.metrics["kept_mass"].sum()) for result in (results[0], other)]
         assert pair.mass_gained.sum() / results[0].plan.groups.count == pytest.approx(kept[0] - kept[1], abs=1e-9)
+        tokens = pair.tokens()
+        assert len(tokens) == len({position for _, position in want})
+        gains = [one.mass_gained for one in tokens]
+        assert gains == sorted(gains, reverse=True)
+        for one in tokens:
+            own = [values for (_, position), values in want.items() if position == one.position]
+            total = sum(gained for *_, gained in own)
+            assert one.mass_gained == pytest.approx(abs(total), abs=1e-12)
+            sides = [sum(mine for _, mine, *_ in own), sum(not mine for _, mine, *_ in own)]
+            if one.gained_by == pair.b:
+                assert total < 1e-12
+                sides.reverse()
+            assert [one.groups_gained_by, one.groups_other] == sides
+            assert one.parted == min(start for start, *_ in own)
+            assert one.mass_after == pytest.approx(sum(after for _, _, after, _ in own), abs=1e-12)
         for t in range(1, 15):
             pairs = [[set(r.retained(t, g)) for r in (results[0], other)] for g in range(results[0].plan.groups.count)]
             assert pair.jaccard[t - 1] == pytest.approx(np.mean([len(a & b) / len(a | b) for a, b in pairs]))
@@ -157,3 +172,19 @@ def test_tokens_that_the_terminal_cannot_show_are_escaped(tmp_path):
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
     shown = subprocess.run([sys.executable, "-m", "kvsim", *words], env=env, capture_output=True, text=True, check=True)
     assert r"'\xe9\u0606\U0001f600'" in shown.stdout
+
+
+def test_tokens_stand_for_all_groups(tmp_path):
+    trace = write_trace(tmp_path / "t", seed=3)
+    words = "single/group=layer", "ema:0.6/group=layer", "--trace", trace.path, "--budget", 5
+    shown = run(*words).stdout
+    assert "sums over 3 groups, each of them a layer" in shown
+    assert "layer 1" not in shown
+    assert "layer 1" in run(*words, "--by", "group").stdout
+    assert (
+        "sums over 1 group, each of them all layers"
+        in run("single", "ema:0.6", "--trace", trace.path, "--budget", 5, "--by", "token").stdout
+    )
+    (pair,) = json.loads(run(*words, "--json", "--limit", 3).stdout)["results"][0]["pairs"]
+    assert (pair["groups"], len(pair["worst_tokens"])) == (3, 3)
+    assert max(map(len, shown.splitlines())) <= 100
