@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test samples golden notebooks clean
+.PHONY: demo test verify samples golden notebooks clean
 
 demo: $(VENV)/core
 	$(BIN)/kvsim replay --trace traces/samples/smollm2-needle-512 \
@@ -16,6 +16,11 @@ test: $(VENV)/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
+
+# Closed loop against live decoding, 216 cases on the samples; downloads SmolLM2 (98 MB) and takes minutes.
+verify: $(VENV)/test
+	$(BIN)/kvsim bench closed-loop --trace 'traces/samples/*' \
+		--model "$$($(BIN)/python traces/make_samples.py --fetch $(VENV)/cache)"
 
 samples: $(VENV)/test
 	$(BIN)/python traces/make_samples.py

