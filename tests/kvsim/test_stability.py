@@ -389,7 +389,16 @@ def test_the_command_prints_what_python_returns():
         assert row.pop("pair_rows") == [pair.summary() for pair in one.pairs]
         assert row == one.summary()
     shown = run(*words).stdout
-    for word in ("shadow mode", "ema:0.8 ", "0.0012", "ranked", "shuf-", "viol.", "lag-1", "compression_ratio 0.9"):
+    for word in (
+        "shadow mode",
+        "ema:0.8 ",
+        "0.0012",
+        "misranked",
+        "shuffled",
+        "viol.",
+        "lag-1",
+        "compression_ratio 0.9",
+    ):
         assert word in shown
     assert max(map(len, shown.splitlines())) <= 100
 
