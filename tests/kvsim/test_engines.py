@@ -27,7 +27,7 @@ def test_equal_scores_are_never_pivotal(tmp_path, engine):
         rows[t, ..., : t + 2] = 1 / (t + 2)
     trace = write_trace(tmp_path / "t", attention=rows, prompt=1, kv_heads=1)
     result = kvsim.replay(trace, "cumulative/score=pivotal/group=layer", budget=2, engine=engine)
-    assert [result.retained(t).tolist() for t in range(1, 21)] == [[t - 1, t] for t in range(1, 21)]
+    assert [result.retained(t, group=0).tolist() for t in range(1, 21)] == [[t - 1, t] for t in range(1, 21)]
 
 
 @pytest.fixture(scope="module")

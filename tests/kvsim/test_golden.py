@@ -41,7 +41,7 @@ def measure(sample, engine):
             "kept_mass": round(summary["kept_mass"], 6),
             "raw_agreement": round(summary["raw_agreement"], 6),
             "evicted_at_sum": int(result.evicted_at.astype(np.int64).sum()),
-            "last": result.retained(trace.num_steps)[:12].tolist(),
+            "last": result.retained(trace.num_steps, group=0)[:12].tolist(),
         }
     return table
 

@@ -46,7 +46,9 @@ def test_lagkv_keeps_sinks_tail_and_generated_tokens(tmp_path):
         assert len(kept) == 20
     assert (result.evicted_at[:, 40:] == -1).all()
     short = kvsim.replay(trace, "lagkv:32", budget=10)
-    assert short.retained(0).tolist() == [0, 1, 2, 3, *range(34, 40)], "too short for two partitions: by position"
+    assert short.retained(0, group=0).tolist() == [0, 1, 2, 3, *range(34, 40)], (
+        "too short for two partitions: by position"
+    )
 
 
 def test_lagkv_of_constant_keys_is_finite(tmp_path):
