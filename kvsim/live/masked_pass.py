@@ -127,14 +127,15 @@ class _PassWatcher:
             self._seen[kind] = _causal(layer, self._prefix.length + self._steps, call.key.shape[2])
         seen = self._seen[kind]
         logits = masked_logits(call, seen)
-        rows = full_rows(call, logits) if ordinal in self._place else None
+        queries = to_numpy(call.query)
+        rows = to_numpy(full_rows(call, logits)) if ordinal in self._place else None
         for row, (lane, window) in enumerate(zip(self._lanes, self._windows, strict=True)):
             # Steps that are final only fill the pass up.
             old = lane.final - window.start
             own = slice(lane.final, window.stop)
+            lane.queries[ordinal][:, own] = queries[row, :, old:]
             if rows is not None:
-                lane.rows[ordinal][:, own] = to_numpy(rows[row, :, old:])
-            lane.queries[ordinal][:, own] = to_numpy(call.query[row, :, old:])
+                lane.rows[ordinal][:, own] = rows[row, :, old:]
         return attended(call, logits, seen if rows is None else seen & self._visible(self._place[ordinal]))
 
     def _visible(self, place: int) -> torch.Tensor:
