@@ -13,7 +13,7 @@ import typer
 from kvsim.cli.folding import PolicyText
 from kvsim.cli.models import Chat, Device, Dtype, ModelPath, load, need_torch
 from kvsim.cli.options import AsJson, PolicyTexts, Quiet, Ratios, at_ratios, budget_notes
-from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say, stderr
 from kvsim.errors import KvsimError
 from kvsim.evaluations import cells, comparisons, full_refresh, key_of, read_evaluations, write_evaluations
 from kvsim.policy import Policy, parse
@@ -80,6 +80,7 @@ def evaluate(
 
         identity = weights_hash(network)
         asked: list[tuple[Any, ...]] = []
+        before = set(known)
 
         def missing(key: dict[str, Any]) -> bool:
             asked.append(key_of(key))
@@ -109,6 +110,9 @@ def evaluate(
         finally:
             save(0)
     rows = [known[key] for key in asked]
+    reused = sum(key in before for key in asked)
+    if reused and not quiet:
+        say(f"{reused} of {len(asked)} answers taken from {out}", to=stderr)
     table = comparisons(rows) if depths is None else cells(rows)
     if as_json:
         print_json({"results" if depths is None else "grid": table, "answers": rows})
@@ -168,7 +172,7 @@ def _print(rows: Rows, names: dict[str, str]) -> None:
     for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
         own = [row for row in rows if (row["task"], row["length"]) == (task, length)]
         what = "mean of the tasks" if task == "Avg" else task
-        say(f"{what} at {length} tokens, {own[0]['samples']} samples")
+        say(f"{what} at {length} tokens, {own[0]['samples']} sample{'s' if own[0]['samples'] != 1 else ''}")
         table = narrow_table("policy")
         titles = ["score", "needle\nheld", "kept\nmass", "less full cache\n[95%]", "p"]
         lazy = any(row["refresh_delta"] is not None for row in own)

@@ -43,7 +43,8 @@ def live(
 ) -> None:
     """Decode a prompt under policies in a real model, token by token, and print what each one wrote and held.
 
-    The prompt is read once; all policies decode from it in one batch. Prefill is the model's own.
+    The prompt is read once; all policies decode from it in one batch, or one after the other with --physical, so that
+    memory is a policy's own. Prefill is the model's own. "evicted" counts positions over all of a policy's sets.
 
     Example: kvsim live --model SmolLM2-135M-Instruct --prompt question.txt --chat --policy full --policy ema:0.9
     """
@@ -56,23 +57,28 @@ def live(
     forced_text = read_text(str(force), "--force") if force is not None else None
     network, tokenizer = load(model, dtype=dtype, device=device, quiet=quiet or as_json)
 
-    from kvsim.live import decode, prefill
+    from kvsim.live import LiveRun, decode, prefill
 
     forced = None if forced_text is None else tokenizer(forced_text, add_special_tokens=False).input_ids
     prefix = prefill(network, encode(tokenizer, text, chat=chat))
-    with progress_bar("decoding", quiet=quiet or as_json) as advance:
-        runs = decode(
-            network,
-            [prefix] * len(policies),
-            [one.with_budget(chosen) for one in policies],
-            steps=steps,
-            force=forced,
-            physical=physical,
-            temperature=temperature,
-            seed=seed,
-            stop=_stops(network, tokenizer),
-            progress=advance,
-        )
+    asked = [one.with_budget(chosen) for one in policies]
+    # A batch takes the memory of its fullest row: each policy is to show its own.
+    batches = [[one] for one in asked] if physical else [asked]
+    runs: list[LiveRun] = []
+    for batch in batches:
+        with progress_bar("decoding", quiet=quiet or as_json) as advance:
+            runs += decode(
+                network,
+                [prefix] * len(batch),
+                batch,
+                steps=steps,
+                force=forced,
+                physical=physical,
+                temperature=temperature,
+                seed=seed,
+                stop=_stops(network, tokenizer),
+                progress=advance,
+            )
     rows: list[dict[str, Any]] = []
     for run in runs:
         measured = {} if physical else run.result().summary()
@@ -97,7 +103,14 @@ def live(
         return
     table = narrow_table("policy")
     shown = [] if physical else [name for name in MEASURED if any(row[name] is not None for row in rows)]
-    for name in ["steps", *(MEASURED[name] for name in shown), "evicted", "KV held\nMB", "in memory\nMB", "full\nMB"]:
+    for name in [
+        "steps",
+        *(MEASURED[name] for name in shown),
+        "evicted,\nall sets",
+        "KV held\nMB",
+        "in memory\nMB",
+        "full\nMB",
+    ]:
         table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     for one, row in zip(policies, rows, strict=True):
         sizes = [f"{row[name] / 1e6:.2f}" for name in ("logical_bytes", "physical_bytes", "full_bytes")]

@@ -11,7 +11,7 @@ from kvsim_traces.hooks import Tensors, implementation_set, register_twin
 
 from kvsim.errors import KvsimError
 
-__all__ = ["Call", "Watcher", "attended", "full_rows", "masked_attention", "masked_logits", "watched"]
+__all__ = ["Call", "Watcher", "attended", "full_rows", "is_watching", "masked_attention", "masked_logits", "watched"]
 
 _PREFIX = "kvsim_live_"
 
@@ -60,6 +60,11 @@ class Watcher(Protocol):
 
 
 _watcher: ContextVar[Watcher | None] = ContextVar("kvsim_live_watcher", default=None)
+
+
+def is_watching(watcher: Watcher) -> bool:
+    """Whether attention calls are answered by `watcher` now."""
+    return _watcher.get() is watcher
 
 
 @contextmanager

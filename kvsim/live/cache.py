@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvsim.errors import KvsimError
-from kvsim.live.attention import Call, masked_attention, watched
+from kvsim.live.attention import Call, is_watching, masked_attention, watched
 from kvsim.live.prefix import PrefillWatcher, Prefix, PrefixLayer, config_of, to_numpy
 from kvsim.live.sequence import Sequence
 from kvsim.policy import Policy, parse
@@ -119,7 +119,8 @@ class KVSimCache(Cache):  # type: ignore[misc]
     --------
     >>> cache = KVSimCache("ema:0.9,over=step", steps=64, compression_ratio=0.9)  # doctest: +SKIP
     >>> with cache.attached(model):  # doctest: +SKIP
-    ...     model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+    ...     model.generate(**inputs, cache=cache, max_new_tokens=64)  # past_key_values before transformers 5.24
+    >>> cache.sequences[0].result("live").summary()["kept_mass"]  # doctest: +SKIP
     """
 
     def __init__(
@@ -150,6 +151,18 @@ class KVSimCache(Cache):  # type: ignore[misc]
         self._rows: list[torch.Tensor | None] = []
         self._visible = torch.zeros(0, dtype=torch.bool)
 
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """See `Cache.update`.
+
+        Raises
+        ------
+        KvsimError
+            If the model's attention does not ask this cache: nothing would be scored, and nothing evicted.
+        """
+        if not is_watching(self):
+            raise KvsimError("this cache decides nothing by itself: use it inside 'with cache.attached(model):'")
+        return super().update(key_states, value_states, layer_idx)
+
     @contextmanager
     def attached(self, model: Any) -> Iterator[None]:
         """Have the model's attention ask this cache inside the block.
@@ -159,6 +172,8 @@ class KVSimCache(Cache):  # type: ignore[misc]
         KvsimError
             If the model has layers that are not standard attention, or asked nothing.
         """
+        if self.sequences and self.sequences[0].done:
+            raise KvsimError("this cache has been used; a new sequence needs a new one")
         self._prefill = PrefillWatcher(model)
         self._config = config_of(model)
         with watched(model, self):

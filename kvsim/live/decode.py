@@ -65,7 +65,7 @@ class LiveRun:
 def decode(
     model: Any,
     prefixes: Items[Prefix],
-    policies: Items[Policy | str],
+    policies: Items[Policy | str] | Policy | str,
     *,
     steps: int,
     force: Items[int] | None = None,
@@ -86,8 +86,8 @@ def decode(
         The model that ran the prefills.
     prefixes : sequence of Prefix
         The prompts, from `kvsim.live.prefill`; they may differ in length, and one may stand for several rows.
-    policies : sequence of Policy or str
-        One for each prompt.
+    policies : sequence of Policy or str, or one of them
+        One for each prompt, or one for all.
     steps : int
         The most tokens to decode.
     force : sequence of int, optional
@@ -117,6 +117,11 @@ def decode(
         On a policy that needs the future, forced tokens outside the vocabulary, lists of unequal length, or a number
         out of range.
     """
+    if isinstance(policies, Policy | str):
+        policies = [policies] * len(prefixes)
+    for prefix in prefixes:
+        if not isinstance(prefix, Prefix):
+            raise KvsimError(f"prompts are what kvsim.live.prefill gives, got {type(prefix).__name__}")
     if len(prefixes) != len(policies) or not prefixes:
         raise KvsimError(f"{len(prefixes)} prompts for {len(policies)} policies; give one policy for each prompt")
     if not 0 <= temperature < math.inf:

@@ -211,6 +211,10 @@ def prefill(
         If a token is outside the vocabulary, or the model's layers are not standard attention.
     """
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    if hasattr(tokens, "tolist"):
+        tokens = tokens.tolist()
+    if tokens and not all(isinstance(token, int) for token in tokens):
+        raise KvsimError("prompt: must be one sequence of token ids, [L0]")
     if not tokens:
         raise KvsimError("prompt: is empty; at least one token is needed")
     for token in tokens:

@@ -49,6 +49,9 @@ class Sequence:
         self._stepper = Stepper(self.plan, prefix.length, prefix.length + steps)
         self.evictions = int((self.evicted_at == 0).sum())
 
+    def __repr__(self) -> str:
+        return f"Sequence({str(self.policy)!r}, prompt_length={self.prefix.length}, steps={self.done} of {self.steps})"
+
     @property
     def retained(self) -> BoolArray:
         """R_t, [G, L0 + T]."""

@@ -271,3 +271,30 @@ def test_generation_without_attention_hooks_does_not_pass_for_a_policy():
     model = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=2)).eval()
     with pytest.raises(KvsimError, match="no attention hooks"):
         generate(model, KVSimCache("ema:0.8", steps=STEPS), max_new_tokens=3, do_sample=False, pad_token_id=0)
+
+
+def test_a_cache_that_nobody_asks_says_so():
+    model = tiny("llama-gqa3")
+    with pytest.raises(KvsimError, match="with cache"):
+        model(torch.tensor([PROMPT]), **{cache_argument(model): KVSimCache("ema:0.8", steps=4)})
+
+
+def test_a_used_cache_says_so():
+    model = tiny("llama-gqa3")
+    cache = KVSimCache("ema:0.8", steps=4, budget=8)
+    words = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, cache_argument(model): cache}
+    with cache.attached(model):
+        model.generate(torch.tensor([PROMPT]), **words)
+    assert repr(cache.sequences[0]).startswith("Sequence('ema:0.8/budget=8'")
+    with pytest.raises(KvsimError, match="has been used"), cache.attached(model):
+        pass
+
+
+def test_what_is_no_prompt_says_so():
+    model = tiny("llama-gqa3")
+    prefix = prefill(model, torch.tensor(PROMPT))
+    assert decode(model, [prefix], "ema:0.8", steps=2, budget=8)[0].policy == "ema:0.8/budget=8"
+    with pytest.raises(KvsimError, match="one sequence of token ids"):
+        prefill(model, torch.tensor([PROMPT]))
+    with pytest.raises(KvsimError, match="gives, got list"):
+        decode(model, [PROMPT], ["ema:0.8"], steps=2)
