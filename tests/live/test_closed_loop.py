@@ -8,7 +8,7 @@ import torch
 from cases import POLICIES
 from kvsim_traces import CaptureError, record
 from living import ListPolicy, eager_live
-from recording import PROMPT, VOCAB, tiny
+from recording import PROMPT, VOCAB, eager_run, tiny
 from token_texts import byte_level
 
 from kvsim.bilinear import BilinearScorer, save_scorer
@@ -113,6 +113,11 @@ def test_every_family(name):
         closed_loop(model, prefix, FORCED, policies, budget=BUDGET), live(model, prefix, policies), strict=True
     ):
         same(loop, run)
+    _, rows, _ = eager_run(model, DISTINCT + FORCED, L0)
+    (full,) = closed_loop(model, prefix, FORCED, ["full"])
+    for t in range(1, STEPS + 1):
+        found = full.trace.attention_rows(t, prefix.eligible)
+        np.testing.assert_allclose(found, rows[t - 1][prefix.eligible], rtol=0, atol=1e-4)
 
 
 def test_sliding_layers_that_are_made_eligible():
@@ -161,6 +166,18 @@ def test_a_long_run_of_few_tokens_kept():
     loops = closed_loop(model, prefix, tokens, policies, budget=5)
     for loop, run in zip(loops, live(model, prefix, policies, tokens, budget=5), strict=True):
         same(loop, run)
+
+
+def test_a_budget_that_is_reached_while_decoding(llama, prefix):
+    policies = ["rescue:0.8,30", "ema:0.8", "single/group=head", "window:3", "ema:0.8/when=overflow"]
+    for loop, run in zip(
+        closed_loop(llama, prefix, FORCED, policies, budget=L0 + 3),
+        live(llama, prefix, policies, budget=L0 + 3),
+        strict=True,
+    ):
+        same(loop, run)
+        assert run.evictions > 0
+        assert run.evicted_at[run.evicted_at > 0].min() > 3
 
 
 # Passes

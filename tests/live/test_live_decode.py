@@ -1,9 +1,10 @@
 """Decoding under a policy, against eager transformers with explicit masks and policies in plain lists."""
 
+import numpy as np
 import pytest
 import torch
 from living import ListPolicy, Schedule, eager_live
-from recording import MODELS, PROMPT, VOCAB, WINDOW, tiny
+from recording import MODELS, PROMPT, VOCAB, WINDOW, eager_run, tiny
 
 import kvsim
 from kvsim.errors import KvsimError
@@ -100,6 +101,9 @@ def test_full_is_the_models_own_generation_token_for_token(name):
     assert (free.evicted_at == -1).all()
     assert free.evictions == 0
     assert free.logical_bytes <= free.full_bytes
+    _, rows, _ = eager_run(model, PROMPT + own, L0)
+    for t in range(1, STEPS + 1):
+        np.testing.assert_allclose(free.sequence.trace.attention_rows(t), rows[t - 1], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("physical", [False, True])
