@@ -17,7 +17,7 @@ from rich.table import Table
 from kvsim.bench import bench_large, bench_replay
 from kvsim.bench_oracle import bench_oracle
 from kvsim.cli.models import Device, ModelPath, load, need_torch
-from kvsim.cli.options import AsJson, More, Quiet, Traces, find_traces
+from kvsim.cli.options import AsJson, More, Quiet, Traces, find_traces, open_traces
 from kvsim.cli.output import ErrorGroup, console, narrow_table, print_json, print_table, progress_bar, say
 from kvsim.policy import parse
 
@@ -163,7 +163,7 @@ def closed_loop(
     Example: kvsim bench closed-loop --model SmolLM2-135M-Instruct --trace 'traces/samples/*'
     """
     need_torch("kvsim bench closed-loop", "live")
-    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    traces = open_traces(trace, more)
     network, tokenizer = load(model, dtype="float32", device=device, quiet=quiet or as_json)
 
     from kvsim.bench_closed_loop import RATIOS, bench_closed_loop

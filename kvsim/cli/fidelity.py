@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from kvsim_traces import Trace, open_trace
+from kvsim_traces import Trace
 
 from kvsim.cli.folding import PolicyText
 from kvsim.cli.models import Device, ModelPath, load, need_torch
-from kvsim.cli.options import AsJson, More, PolicyTexts, Quiet, Ratios, Traces, at_ratios, budget_notes, find_traces
+from kvsim.cli.options import AsJson, More, PolicyTexts, Quiet, Ratios, Traces, at_ratios, budget_notes, open_traces
 from kvsim.cli.output import narrow_table, new_file, print_json, print_table, progress_bar, say, write_json
 from kvsim.errors import KvsimError
 from kvsim.fidelity import Fidelity, check_recording
@@ -62,7 +62,7 @@ def fidelity(
     """
     need_torch("kvsim fidelity", "live")
     policies = at_ratios(policy, compression_ratio)
-    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    traces = open_traces(trace, more)
     for recording in traces:
         check_recording(recording)
     with contextlib.nullcontext() if out is None else new_file(out):

@@ -6,7 +6,7 @@ import typer
 
 from kvsim.cli.folding import PolicyText
 from kvsim.cli.models import Chat, Device, Dtype, Force, ModelPath, Prompt, encode, load, need_torch, read_text
-from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, Quiet, budget_note
+from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, PolicyTexts, Quiet, budget_note
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.errors import KvsimError
 from kvsim.policy import parse
@@ -25,7 +25,7 @@ MEASURED = {
 def live(
     model: ModelPath,
     prompt: Prompt,
-    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
+    policy: PolicyTexts,
     steps: Annotated[int, typer.Option(help="The most tokens to decode.")] = 64,
     compression_ratio: CompressionRatio = None,
     budget: BudgetText = None,

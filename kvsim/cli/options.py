@@ -6,6 +6,7 @@ import re
 from typing import Annotated
 
 import typer
+from kvsim_traces import Trace, open_trace
 
 from kvsim.budget import Budget
 from kvsim.engines import ENGINES
@@ -30,6 +31,7 @@ __all__ = [
     "budget_note",
     "budget_notes",
     "find_traces",
+    "open_traces",
     "without_budget",
 ]
 
@@ -80,6 +82,11 @@ def find_traces(patterns: list[str]) -> list[str]:
             raise KvsimError(f"{pattern}: {state}")
         found += traces
     return list(dict.fromkeys(found))
+
+
+def open_traces(trace: list[str] | None, more: list[str] | None) -> list[Trace]:
+    """Open the recordings that `Traces` and `More` name; errors as for `find_traces`, and those of opening."""
+    return [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
 
 
 def at_ratios(policies: list[str], ratios: list[str] | None) -> list[Policy]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from kvsim_traces import Trace, open_trace
+from kvsim_traces import Trace
 from rich import box
 from rich.table import Table
 
@@ -21,11 +21,12 @@ from kvsim.cli.options import (
     EngineMode,
     EngineName,
     More,
+    PolicyTexts,
     Quiet,
     Shadow,
     Traces,
     budget_note,
-    find_traces,
+    open_traces,
 )
 from kvsim.cli.output import print_json, print_table, progress_bar, say, stderr
 from kvsim.engines import DEFAULT_ENGINE, get_engine
@@ -53,7 +54,7 @@ COLUMNS = {
 
 
 def replay(
-    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
+    policy: PolicyTexts,
     trace: Traces = None,
     more: More = None,
     compression_ratio: CompressionRatio = None,
@@ -97,7 +98,7 @@ def replay(
         raise KvsimError("--model, --max-passes and --prefix are for --closed-loop")
     if out is not None and out.exists():
         raise KvsimError(f"--out {out}: exists already; name a new directory")
-    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    traces = open_traces(trace, more)
     asked = [wanted.with_budget(chosen) for wanted in policies]
     places = [list(range(len(asked)))] * len(traces)
     left_out: list[LeftOut] = []

@@ -3,7 +3,6 @@
 from typing import Annotated, Any
 
 import typer
-from kvsim_traces import open_trace
 
 from kvsim.cli.analyze.best import EDGE
 from kvsim.cli.analyze.utilities import Smoothed, utilities_of
@@ -16,7 +15,7 @@ from kvsim.cli.options import (
     Quiet,
     Traces,
     budget_note,
-    find_traces,
+    open_traces,
     without_budget,
 )
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
@@ -58,7 +57,7 @@ def adaptive(
     everything = list(dict.fromkeys([*own, *fixed_beside(own)]))
     rows: list[dict[str, Any]] = []
     best: list[dict[str, Any]] = []
-    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    traces = open_traces(trace, more)
     for recording, utility in zip(traces, utilities_of(traces, smoothed=smoothed), strict=True):
         with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
             found = adaptation(recording, everything, budget=str(chosen), h=h, utility=utility, progress=advance)

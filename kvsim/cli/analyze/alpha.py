@@ -3,7 +3,6 @@
 from typing import Annotated, Any
 
 import typer
-from kvsim_traces import open_trace
 
 from kvsim.cli.analyze.best import EDGE, best_alpha
 from kvsim.cli.analyze.utilities import Smoothed, utilities_of
@@ -16,7 +15,7 @@ from kvsim.cli.options import (
     Quiet,
     Traces,
     budget_note,
-    find_traces,
+    open_traces,
     without_budget,
 )
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
@@ -58,7 +57,7 @@ def alpha(
 
     chosen = choose_budget(compression_ratio, budget)
     names = {str(one.with_budget(chosen)): str(one) for one in map(parse, policy or DEFAULT_POLICIES)}
-    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    traces = open_traces(trace, more)
     known = utilities_of(traces, smoothed=smoothed)
     widths = [h] if only_h else sorted({*DEFAULT_H, h})
     by_trace: list[list[TradeOff]] = []

@@ -4,7 +4,6 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from kvsim_traces import open_trace
 
 from kvsim.cli.folding import PolicyText
 from kvsim.cli.left_out import runnable, say_left_out
@@ -14,11 +13,12 @@ from kvsim.cli.options import (
     CompressionRatio,
     EngineName,
     More,
+    PolicyTexts,
     Quiet,
     Shadow,
     Traces,
     budget_note,
-    find_traces,
+    open_traces,
 )
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.engines import DEFAULT_ENGINE
@@ -30,7 +30,7 @@ __all__ = ["floor", "verdict"]
 
 
 def floor(
-    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
+    policy: PolicyTexts,
     trace: Traces = None,
     more: More = None,
     compression_ratio: CompressionRatio = None,
@@ -52,7 +52,7 @@ def floor(
     policies = [parse(text) for text in policy]
     asked = [own.with_budget(chosen) for own in policies]
     found: list[list[Floor]] = []
-    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    traces = open_traces(trace, more)
     places, left_out = runnable(traces, asked) if len(traces) > 1 else ([list(range(len(asked)))], [])
     for recording, own in zip(traces, places, strict=True):
         if not own:

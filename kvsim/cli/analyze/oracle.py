@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import typer
-from kvsim_traces import Trace, open_trace
+from kvsim_traces import Trace
 
 from kvsim.cli.analyze.floor import verdict
 from kvsim.cli.folding import PolicyText
@@ -15,10 +15,11 @@ from kvsim.cli.options import (
     CompressionRatio,
     EngineName,
     More,
+    PolicyTexts,
     Quiet,
     Traces,
     budget_note,
-    find_traces,
+    open_traces,
 )
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.engines import DEFAULT_ENGINE
@@ -34,7 +35,7 @@ Method = Literal["bound", "exact"]
 
 
 def oracle(
-    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")],
+    policy: PolicyTexts,
     trace: Traces = None,
     more: More = None,
     compression_ratio: CompressionRatio = None,
@@ -63,7 +64,7 @@ def oracle(
     chosen = choose_budget(compression_ratio, budget)
     policies = [parse(text) for text in policy]
     asked = [own.with_budget(chosen) for own in policies]
-    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    traces = open_traces(trace, more)
     rows: list[dict[str, Any]] = []
     places, left_out = runnable(traces, asked) if len(traces) > 1 else ([list(range(len(asked)))], [])
     for recording, own_places in zip(traces, places, strict=True):

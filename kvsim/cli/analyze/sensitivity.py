@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Literal
 
 import typer
-from kvsim_traces import open_trace
 from rich.text import Text
 
 from kvsim.cli.analyze.best import EDGE, best_alpha
@@ -17,7 +16,7 @@ from kvsim.cli.options import (
     Quiet,
     Traces,
     budget_note,
-    find_traces,
+    open_traces,
 )
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.engines import DEFAULT_ENGINE
@@ -64,7 +63,7 @@ def sensitivity(
     from kvsim.observables import sensitivity as measure
 
     chosen = choose_budget(compression_ratio, budget)
-    traces = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    traces = open_traces(trace, more)
     known = utilities_of(traces, smoothed=smoothed)
     found = []
     with progress_bar("recordings", quiet=quiet or as_json) as advance:

@@ -3,10 +3,9 @@
 from typing import Annotated, Any
 
 import typer
-from kvsim_traces import open_trace
 
 from kvsim.cli.folding import PolicyText
-from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, find_traces
+from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, More, Quiet, Traces, budget_note, open_traces
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
@@ -48,7 +47,7 @@ def stability(
 
     chosen = choose_budget(compression_ratio, budget)
     names = {str(one.with_budget(chosen)): str(one) for one in map(parse, policy or DEFAULT_POLICIES)}
-    recordings = [open_trace(location) for location in find_traces([*(trace or []), *(more or [])])]
+    recordings = open_traces(trace, more)
     results: list[dict[str, Any]] = []
     for recording in recordings:
         with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
