@@ -23,6 +23,7 @@ from kvsim.cli import (
     trace,
     train_scorer,
 )
+from kvsim.cli.app import app as explorer
 from kvsim.cli.output import ErrorGroup
 from kvsim.version import __version__
 
@@ -58,6 +59,7 @@ app.command()(replay.replay)
 app.command()(sweep.sweep)
 app.command()(compare.compare)
 app.command()(chart.chart)
+app.command("app")(explorer)
 app.command()(record.record)
 app.command()(live.live)
 app.command("eval")(evaluate.evaluate)

@@ -1,0 +1,112 @@
+"""The app: the sidebar that all pages share, and the pages."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import streamlit as st
+
+from kvsim import Budget, KvsimError, TraceError
+from kvsim.replay import choose_budget
+from kvsim_explorer import pages
+from kvsim_explorer.builder import choose_policy
+from kvsim_explorer.picker import pick
+from kvsim_explorer.view import MOST_POLICIES, View, read_policies
+
+__all__ = ["main"]
+
+T = TypeVar("T")
+
+OTHERS = "cumulative\nsingle"
+STYLE = Path(__file__).with_name("style.css")
+
+
+def main(page: str | None = None) -> None:
+    """Show the app.
+
+    Parameters
+    ----------
+    page : str, optional
+        Name of the page that is shown first; the first one by default.
+    """
+    st.set_page_config(page_title="kvsim", layout="wide", initial_sidebar_state="auto")
+    st.html(STYLE)
+    entries = [
+        st.Page(_guarded(one.show), title=one.TITLE, url_path=name, default=name == (page or "trace"))
+        for name, one in pages.PAGES.items()
+    ]
+    chosen = st.navigation(entries, position="top")
+    with st.sidebar:
+        view = _inline(_choose)
+    st.session_state["view"] = view
+    if view is None:
+        st.info("Choose a recording and a policy at the left.")
+        return
+    chosen.run()
+
+
+def _guarded(show: Callable[[View], None]) -> Callable[[], None]:
+    def run() -> None:
+        _inline(lambda: show(st.session_state["view"]))
+
+    run.__name__ = show.__module__.rpartition(".")[2]
+    return run
+
+
+def _inline(work: Callable[[], T]) -> T | None:
+    """Run a part of the page; what kvsim refuses is said there, and the app goes on."""
+    try:
+        return work()
+    except (KvsimError, TraceError) as error:
+        st.error(str(error))
+    except OSError as error:
+        st.error(f"{error.filename or 'a file'}: {error.strerror or error}")
+    return None
+
+
+def _choose() -> View | None:
+    picked = _inline(pick)
+    policy = choose_policy()
+    budget = _budget()
+    lines = st.text_area(
+        "Compare with",
+        OTHERS,
+        key="others",
+        bind="query-params",
+        height=90,
+        help=f"Policies, one a line, at most {MOST_POLICIES - 1}.",
+    )
+    shadow = st.toggle(
+        "Shadow mode",
+        key="shadow",
+        bind="query-params",
+        help="Evict nothing; rank all positions at every step. It measures ranking, not consequences.",
+    )
+    if picked is None or policy is None or budget is None:
+        return None
+    others, wrong = read_policies(lines, budget)
+    for message in wrong:
+        st.error(message)
+    if len(others) >= MOST_POLICIES:
+        st.error(f"Compare with at most {MOST_POLICIES - 1} policies; the first {MOST_POLICIES - 1} are used.")
+    trace, location = picked
+    return View(trace, location, policy.with_budget(budget), tuple(others[: MOST_POLICIES - 1]), budget, shadow)
+
+
+def _budget() -> Budget | None:
+    text = st.text_input(
+        "Budget",
+        "10%",
+        key="budget",
+        bind="query-params",
+        help="Tokens kept (64), or a share of the prompt (10%); a policy's own budget= beats it.",
+    )
+    try:
+        return choose_budget(budget=text.strip())
+    except KvsimError as error:
+        st.error(str(error))
+        return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""``kvsim app``."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvsim.cli.options import find_traces
+from kvsim.errors import KvsimError
+
+__all__ = ["app"]
+
+
+def app(
+    trace: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIR|GLOB", help="Recordings to offer; repeatable. The bundled samples by default."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8501,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open a browser.")] = True,
+) -> None:
+    """Open the explorer: see what a policy keeps and throws away, token by token.
+
+    It needs the extra app (streamlit) and no torch. It listens on this machine alone unless --host says otherwise;
+    whoever reaches it can look at every recording that you can read.
+
+    Example: kvsim app --trace traces/samples/smollm2-needle-512
+    """
+    found = find_traces(trace) if trace else []
+    package = importlib.util.find_spec("kvsim_explorer")
+    if package is None or package.origin is None or importlib.util.find_spec("streamlit") is None:
+        raise KvsimError("the explorer needs streamlit: pip install 'kvsim[app]'")
+    options = {
+        "server.address": host,
+        "server.port": port,
+        "server.headless": str(not browser).lower(),
+        "browser.gatherUsageStats": "false",
+        "client.toolbarMode": "minimal",
+        "server.fileWatcherType": "none",
+    }
+    words = [f"--{name}={value}" for name, value in options.items()]
+    script = Path(package.origin).with_name("main.py")
+    environment = {**os.environ, "KVSIM_APP_TRACES": os.pathsep.join(found)}
+    done = subprocess.run([sys.executable, "-m", "streamlit", "run", str(script), *words], env=environment, check=False)
+    raise typer.Exit(done.returncode)

@@ -1,0 +1,29 @@
+"""Opening pages of the explorer without a browser."""
+
+from pathlib import Path
+
+from streamlit.testing.v1 import AppTest
+
+SAMPLES = Path(__file__).parents[2] / "traces" / "samples"
+NEEDLE = str(SAMPLES / "smollm2-needle-512")
+MULTI = str(SAMPLES / "smollm2-multineedle-256")
+LONG = str(SAMPLES / "smollm2-long-64")
+
+
+def open_page(page: str, *, trace: str = NEEDLE, **parameters: str) -> AppTest:
+    """Run a page as a shared URL with these parameters would show it."""
+    app = AppTest.from_string(f"from kvsim_explorer.main import main\nmain({page!r})", default_timeout=120)
+    app.query_params["trace"] = trace
+    for name, value in parameters.items():
+        app.query_params[name] = value
+    return app.run()
+
+
+def said(app: AppTest) -> list[str]:
+    """Give what stands on the page as plain text: captions, texts and markdown, in that order."""
+    return [one.value for kind in (app.caption, app.text, app.markdown) for one in kind]
+
+
+def errors(app: AppTest) -> list[str]:
+    """Give the errors on the page, of kvsim and of Python."""
+    return [one.value for one in [*app.error, *app.exception]]
