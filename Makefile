@@ -11,7 +11,7 @@ demo: $(VENV)/core
 		--policy ema:0.8 --policy ema:0.8,over=step --policy ema:0.8/refresh=4 --policy ema:0.8/refresh=first \
 		--policy cumulative --policy single --policy tova --policy h2o --policy streaming:4 --policy random:7
 
-test: $(VENV)/test
+test: $(VENV)/test $(VENV)/chromium
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -30,6 +30,11 @@ golden: $(VENV)/test
 
 notebooks: $(VENV)/test
 	$(BIN)/python notebooks/rerun.py
+
+# The explorer's tests drive a real browser; KVSIM_CHROMIUM names one that is not on the path.
+$(VENV)/chromium: $(BIN)/python
+	.ci/chromium
+	touch $@
 
 clean:
 	rm -rf $(VENV)

@@ -9,6 +9,7 @@ from kvsim_traces import import_npz
 
 import kvsim
 from kvsim import KvsimError, Trace
+from kvsim.cli.app import TRACES
 from kvsim.cli.options import find_traces
 
 __all__ = ["MOST_MEGABYTES", "UPLOADED", "pick", "samples"]
@@ -22,7 +23,7 @@ MOST_MEGABYTES = 200
 
 def samples() -> list[str]:
     """List the recordings that are offered: those that ``kvsim app --trace`` named, or else the bundled samples."""
-    named = os.environ.get("KVSIM_APP_TRACES")
+    named = os.environ.get(TRACES)
     if named:
         return find_traces(named.split(os.pathsep))
     folder = Path(kvsim.__file__).parents[1] / "traces" / "samples"

@@ -2,8 +2,6 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +10,10 @@ import typer
 from kvsim.cli.options import find_traces
 from kvsim.errors import KvsimError
 
-__all__ = ["app"]
+__all__ = ["TRACES", "app"]
+
+TRACES = "KVSIM_APP_TRACES"
+"""The variable that tells the explorer which recordings to offer, joined as a PATH is."""
 
 
 def app(
@@ -44,7 +45,7 @@ def app(
         "server.fileWatcherType": "none",
     }
     words = [f"--{name}={value}" for name, value in options.items()]
-    script = Path(package.origin).with_name("main.py")
-    environment = {**os.environ, "KVSIM_APP_TRACES": os.pathsep.join(found)}
-    done = subprocess.run([sys.executable, "-m", "streamlit", "run", str(script), *words], env=environment, check=False)
-    raise typer.Exit(done.returncode)
+    os.environ[TRACES] = os.pathsep.join(found)
+    from streamlit.web.cli import main as streamlit
+
+    streamlit(["run", str(Path(package.origin).with_name("main.py")), *words], standalone_mode=False)
