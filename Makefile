@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test verify samples golden notebooks clean
+.PHONY: demo test verify samples golden notebooks screenshots clean
 
 demo: $(VENV)/core
 	$(BIN)/kvsim replay --trace traces/samples/smollm2-needle-512 \
@@ -30,6 +30,9 @@ golden: $(VENV)/test
 
 notebooks: $(VENV)/test
 	$(BIN)/python notebooks/rerun.py
+
+screenshots: $(VENV)/test $(VENV)/chromium
+	PYTHONPATH=tests/shared $(BIN)/python tests/apps/screenshots.py
 
 # The explorer's tests drive a real browser; KVSIM_CHROMIUM names one that is not on the path.
 $(VENV)/chromium: $(BIN)/python
