@@ -63,7 +63,7 @@ def test_a_recording_that_goes_while_open(tmp_path: Path):
     shutil.copytree(MULTI, copy)
     app.run()
     assert not errors(app)
-    assert [one.value for one in app.metric][0] == "255"
+    assert app.metric[0].value == "255"
 
 
 def uploaded(content: bytes) -> AppTest:
