@@ -9,6 +9,7 @@ charts.
 >>> kvsim.charts.retention(result).save("retention.html")  # doctest: +SKIP
 """
 
+from kvsim.charts.attending import attention_received
 from kvsim.charts.bars import decode_composition, tradeoff
 from kvsim.charts.curves import alpha_sensitivity, budget_curves, quality_cost
 from kvsim.charts.files import save
@@ -25,6 +26,7 @@ from kvsim.charts.scorers import scorer_spectrum
 __all__ = [
     "alpha_sensitivity",
     "attended_pairs",
+    "attention_received",
     "budget_curves",
     "churn",
     "decode_composition",

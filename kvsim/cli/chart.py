@@ -52,6 +52,13 @@ def chart(
     ratios: Annotated[
         str, typer.Option(metavar="R,R,…", help="For budgets and cost: compression ratios, each the fraction REMOVED.")
     ] = ",".join(RATIOS),
+    positions: Annotated[
+        str | None, typer.Option(metavar="I-J,K,…", help="For received: the tokens, by position.")
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option(metavar="L", help="For received: one layer; the mean over layers by default.")
+    ] = None,
+    group: Annotated[int, typer.Option(metavar="G", help="For received: the policy's retention group, from 0.")] = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -94,6 +101,9 @@ def chart(
             scorers=scorer or [],
             ratios=tuple(ratios.split(",")),
             cells=MAX_CELLS if out is not None and out.suffix in (".png", ".svg") else None,
+            positions=positions,
+            layer=layer,
+            group=group,
             advance=advance,
         )
         drawn = KINDS[kind].draw(request)

@@ -55,6 +55,12 @@ class Request:
         Files of rows, for the kinds that are drawn from them.
     cells : int or None
         Most cells of a retention map; None for the default.
+    positions : str or None
+        The tokens of `received`, as `kvsim.ranges.read_positions` reads them.
+    layer : int or None
+        The layer of `received`; None for the mean over all.
+    group : int
+        The retention group of `received`.
     advance : callable
         Told (done, all).
     """
@@ -72,6 +78,9 @@ class Request:
     scorers: list[str] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     cells: int | None = None
+    positions: str | None = None
+    layer: int | None = None
+    group: int = 0
     advance: Progress = field(default=lambda done, total: None)
 
     def one_trace(self, kind: str) -> Trace:
@@ -267,6 +276,25 @@ def _memory(request: Request) -> "Chart":
     return charts.memory_weights(chosen, len(trace.eligible_layers), steps=trace.num_steps)
 
 
+def _received(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.attending import attention_on
+    from kvsim.fates import fates_of
+    from kvsim.ranges import read_positions
+
+    trace = request.one_trace("received")
+    if len(request.policies) > 1:
+        raise KvsimError(f"received draws one policy beside the full cache, got {len(request.policies)}")
+    if request.positions is None:
+        raise KvsimError("received draws the attention on chosen tokens: name them, --positions 12-20,31")
+    positions, fates = read_positions(request.positions, trace.num_positions), None
+    if request.policies:
+        (result,) = request.results(request.chosen())
+        fates = fates_of(result, request.group)
+    found = attention_on(trace, positions, request.layer, fates=fates, progress=request.advance)
+    return charts.attention_received(found, trace, layer=request.layer, fates=fates)
+
+
 def _fidelity(request: Request) -> "Chart":
     from kvsim import charts
     from kvsim.fidelity import read_fidelity
@@ -309,6 +337,7 @@ KINDS: dict[str, Kind] = {
     "two-tokens": Kind(_two_tokens, "the two tokens at ranks B and B+1, their scores and a rule's state"),
     "spectrum": Kind(_spectrum, "how far scorers are from attention, layer by layer; --scorer"),
     "memory": Kind(_memory, "where the weight of a linear rule's state comes from"),
+    "received": Kind(_received, "the attention that chosen tokens get together; --positions, --layer, --group"),
     "fidelity": Kind(_fidelity, "open loops beside closed ones, with two nulls; from kvsim fidelity --out", True),
     "prediction": Kind(
         _prediction, "live scores against what replays said; from kvsim predict --out; --metric", True, tuple(MEASURES)

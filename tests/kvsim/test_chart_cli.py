@@ -26,6 +26,7 @@ WORDS = {
     "cost": [*BOTH, "--ratios", "0.5,0.9"],
     "two-tokens": [],
     "spectrum": ["--scorer", "keydiff"],
+    "received": ["--policy", "ema:0.8", "--positions", "3-9,258"],
 }
 
 

@@ -12,6 +12,7 @@ from kvsim.cli.analyze.oracle import oracle
 from kvsim.cli.analyze.scorers import scorers
 from kvsim.cli.analyze.sensitivity import sensitivity
 from kvsim.cli.analyze.stability import stability
+from kvsim.cli.analyze.tokens import tokens
 from kvsim.cli.analyze.transfer import transfer
 from kvsim.cli.output import ErrorGroup
 from kvsim.cli.predict import prediction
@@ -30,4 +31,5 @@ app.command()(oracle)
 app.command()(prediction)
 app.command()(scorers)
 app.command()(sensitivity)
+app.command()(tokens)
 app.command()(transfer)
