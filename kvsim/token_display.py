@@ -8,7 +8,7 @@ from kvsim_traces import Trace
 
 __all__ = ["Displayed", "display", "display_token"]
 
-Kind = Literal["text", "special", "bytes", "number"]
+Kind = Literal["text", "blank", "special", "bytes", "number"]
 
 _SPECIAL = re.compile(
     r"<\|[^<>|]+\|>|<｜[^<>｜]+｜>|</?s>|<(?:bos|eos|pad|unk|mask|cls|sep)>|<(?:start|end)_of_[a-z]+>"
@@ -28,10 +28,11 @@ class Displayed:
     ----------
     text : str
         Its text: a newline as ``↵`` and the newline, other control characters as their pictures, unseen characters as
-        ``⟨U+200B⟩``, bytes that are no character on their own as ``⟨0xE2⟩``, blanks alone as ``·``.
-    kind : {"text", "special", "bytes", "number"}
-        ``special``: it has the form of a special token, such as ``<|im_start|>``; recordings do not say which are.
-        ``bytes``: some of it is no valid UTF-8. ``number``: the recording has no text, and this is its id or position.
+        ``⟨U+200B⟩``, bytes that are no character on their own as ``⟨0xE2⟩``.
+    kind : {"text", "blank", "special", "bytes", "number"}
+        ``blank``: spaces alone. ``special``: it has the form of a special token, such as ``<|im_start|>``; recordings do
+        not say which are. ``bytes``: some of it is no valid UTF-8. ``number``: the recording has no text, and this is
+        its id or position.
     """
 
     text: str
@@ -70,7 +71,7 @@ def display_token(data: bytes) -> Displayed:
     if whole and _SPECIAL.fullmatch(text):
         return Displayed(text, "special")
     if not text.strip(" "):
-        text = "·" * len(text)
+        return Displayed(text, "blank")
     text = "".join(map(_picture, text))
     return Displayed(_UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text), "text" if whole else "bytes")
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Drawn = alt.Chart | alt.LayerChart | alt.HConcatChart | alt.VConcatChart
 
-__all__ = ["frame_of", "show_chart", "show_table"]
+__all__ = ["frame_of", "show_chart", "show_table", "table_files"]
 
 PICTURE_SCALE = 2
 
@@ -50,7 +50,7 @@ def show_chart(chart: "Drawn", name: str, summary: str, table: "pl.DataFrame | N
                     on_click="ignore",
                 )
         if table is not None:
-            _table_files(table, name)
+            table_files(table, name)
     if table is not None:
         with st.expander("The numbers"):
             st.dataframe(table, key=f"table {name}")
@@ -60,7 +60,7 @@ def show_table(table: "pl.DataFrame", name: str, **options: Any) -> None:
     """Show a table, and files of it."""
     st.dataframe(table, key=f"table {name}", hide_index=True, **options)
     with st.container(horizontal=True, key=f"files {name}"):
-        _table_files(table, name)
+        table_files(table, name)
 
 
 def frame_of(rows: Sequence[dict[str, Any]]) -> "pl.DataFrame":
@@ -70,7 +70,8 @@ def frame_of(rows: Sequence[dict[str, Any]]) -> "pl.DataFrame":
     return pl.DataFrame(list(rows), infer_schema_length=None)
 
 
-def _table_files(table: "pl.DataFrame", name: str) -> None:
+def table_files(table: "pl.DataFrame", name: str) -> None:
+    """Offer a table as files."""
     csv, parquet = f"csv {name}", f"parquet {name}"
     st.download_button("CSV", table.write_csv, f"{name}.csv", "text/csv", key=csv, on_click="ignore")
     st.download_button(

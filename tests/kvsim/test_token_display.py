@@ -13,7 +13,7 @@ from kvsim.token_display import display, display_token
         (b" magic", " magic", "text"),
         (b"\n", "↵\n", "text"),
         (b".\n\n", ".↵\n↵\n", "text"),
-        (b"   ", "···", "text"),
+        (b"   ", "   ", "blank"),
         (b"\t", "⇥\t", "text"),
         (b"\x00\x7f", "␀␡", "text"),
         ("é".encode(), "é", "text"),

@@ -1,0 +1,242 @@
+"""The text: the prompt and the generation as tokens, coloured by what became of them or by attention."""
+
+import operator
+from typing import Any
+
+import streamlit as st
+from kvsim_traces import Trace, TraceError
+
+from kvsim import KvsimError, Result, charts
+from kvsim.attending import Attended, Shading, attention_of, attention_on, shade
+from kvsim.fates import Fates, Given, fates_of, given_to, table_of
+from kvsim.plan import FloatArray
+from kvsim.ranges import read_positions, write_positions
+from kvsim.result import mean_of
+from kvsim_explorer.replays import result_of
+from kvsim_explorer.reproduce import command, reproduce
+from kvsim_explorer.show import show_chart, show_table, table_files
+from kvsim_explorer.tokens.tokens import KEY, draw, live_data, static_data
+from kvsim_explorer.view import View
+from kvsim_explorer.work import worked
+
+__all__ = ["TITLE", "show"]
+
+TITLE = "Text"
+
+COLOURS = {"fate": "fate", "attention": "attention of the selected tokens"}
+MEAN = "mean of all"
+MOST_ROWS = 500
+SECONDS = 1.5
+STORED_PER_SECOND, COMPUTED_PER_SECOND = 3e8, 2.5e7
+"""Attention numbers read, and computed from queries and keys, in a second."""
+
+
+def show(view: View) -> None:
+    """Show the tokens, what left at the step, and the attention on selected tokens."""
+    st.header(f"{view.trace.path.name}: {view.text_of(view.policy)}")
+    if not view.trace.has("text"):
+        st.warning(f"The recording has no text; {'positions' if view.trace.tokens is None else 'ids'} are shown.")
+    result = result_of(view)
+    if result.plan.rescue is not None:
+        st.info("Tokens that this policy rescues for good while it runs are shown as kept, not as protected.")
+    how = "shadow mode: nothing is evicted, sets can return" if view.shadow else "irreversible; open loop"
+    st.caption(f"{how}; kept mass, churn and tokens held are those of `kvsim replay`, step by step")
+    _part(view, result)
+
+
+@st.fragment
+def _part(view: View, result: Result) -> None:
+    try:
+        _show(view, result)
+    except (KvsimError, TraceError) as error:
+        st.error(str(error))
+
+
+def _show(view: View, result: Result) -> None:
+    trace, groups = view.trace, result.plan.groups
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        group = 0
+        if groups.count > 1:
+            labels = [groups.label(one) for one in range(groups.count)]
+            label = st.selectbox("Group", labels, key="group", bind="query-params", width=200)
+            group = labels.index(label)
+        colour = st.segmented_control(
+            "Colour by",
+            [*COLOURS],
+            default="fate",
+            required=True,
+            key="colour",
+            bind="query-params",
+            format_func=COLOURS.__getitem__,
+        )
+        layers = [MEAN, *map(str, range(trace.num_layers))]
+        chosen = st.selectbox("Attention of layer", layers, key="layer", bind="query-params", width=180)
+    layer = None if chosen == MEAN else int(chosen)
+    step, selected = _step(trace), _selected(trace)
+    tokens, below = st.container(), st.container()
+    with below:
+        fates = _fates(result, result.key, group)
+        given = _given(view, fates)
+        values, shading = _shading(trace, selected, layer, colour)
+        _left(trace, fates, given, step)
+        if selected:
+            _received(view, fates, selected, layer)
+        else:
+            st.info("Select tokens above to see the attention that they get together, step by step.")
+        _reproduce(view, fates, step, selected, layer)
+    with tokens:
+        static = _static(trace, result, fates, given, (*result.key.values(), group, given is not None))
+        draw(static, live_data(trace, step, write_positions(selected), values, shading, colour), _moved, _chosen)
+
+
+def _step(trace: Trace) -> int:
+    """Give the step that the URL names, and else the last one."""
+    text = st.query_params.get("step", "")
+    return min(int(text), trace.num_steps) if text.isdecimal() else trace.num_steps
+
+
+def _selected(trace: Trace) -> list[int]:
+    try:
+        return read_positions(st.query_params.get("selected", ""), trace.num_positions)
+    except KvsimError as error:
+        st.error(f"selected: {error}")
+        return []
+
+
+def _moved() -> None:
+    step = st.session_state[KEY].get("step")
+    if step is not None:
+        st.query_params["step"] = str(operator.index(step))
+
+
+def _chosen() -> None:
+    if selected := st.session_state[KEY].get("selected"):
+        st.query_params["selected"] = selected
+    else:
+        st.query_params.pop("selected", None)
+
+
+@st.cache_resource(max_entries=32, show_spinner=False)
+def _fates(_result: Result, key: dict[str, str], group: int) -> Fates:
+    return fates_of(_result, group)
+
+
+@st.cache_resource(max_entries=8, show_spinner="Writing the tokens")
+def _static(_trace: Trace, _result: Result, _fates: Fates, _given: Given | None, key: tuple[Any, ...]) -> bytes:
+    return static_data(_trace, _result, _fates, _given)
+
+
+def _given(view: View, fates: Fates) -> Given | None:
+    trace = view.trace
+    depth = fates.groups.depth
+    key = "given", trace.hash, fates.policy, fates.mode, fates.group
+    label = "Summing the attention that each token gets"
+    return worked(key, label, lambda tell: given_to(fates, trace, progress=tell), ask=_seconds(trace, depth) > SECONDS)
+
+
+def _seconds(trace: Trace, layers: int, steps: int | None = None) -> float:
+    """Estimate how long it takes to read the attention of some layers and steps."""
+    rate = COMPUTED_PER_SECOND if trace.capture in ("qk", "qkv") else STORED_PER_SECOND
+    heads = 1 if trace.capture == "scores" else trace.num_heads
+    return (steps or trace.num_steps) * layers * heads * trace.num_positions / rate
+
+
+def _shading(
+    trace: Trace, selected: list[int], layer: int | None, colour: str
+) -> tuple[FloatArray | None, Shading | None]:
+    """Give the attention of the selected tokens that were generated."""
+    if colour != "attention":
+        return None, None
+    asking = [position for position in selected if position >= trace.prompt_length]
+    if not asking:
+        st.info("Select generated tokens to colour by their attention; prompt tokens have no recorded queries.")
+        return None, None
+    depth = 1 if layer is not None else len(trace.eligible_layers)
+    key = "attention of", trace.hash, write_positions(asking), layer
+
+    def work(tell: Any) -> FloatArray:
+        return attention_of(trace, asking, layer)
+
+    long = _seconds(trace, depth, len(asking)) > SECONDS
+    values = worked(key, "Summing the attention of the selected tokens", work, ask=long)
+    if len(asking) < len(selected):
+        st.caption(f"{len(selected) - len(asking)} selected prompt tokens have no recorded queries and add nothing.")
+    return (None, None) if values is None else (values, shade(values))
+
+
+def _left(trace: Trace, fates: Fates, given: Given | None, step: int) -> None:
+    frame = _table(trace, fates, given, (trace.hash, fates.policy, fates.mode, fates.group, given is not None))
+    out = frame[fates.left(step)]
+    if given is not None:
+        out = out.sort("mass_later", descending=True, maintain_order=True)
+    what = "Evicted" if fates.mode == "irreversible" else "Left the set"
+    st.subheader(f"{what} at step {step}: {out.height:,} tokens", anchor=False)
+    st.caption(
+        f"{fates.label}; mass: full-cache attention over all steps; mass_later: the part of it from queries that could "
+        "not see the token any more, by which the rows are sorted."
+        + (f" The first {MOST_ROWS} rows; the files of the group hold all." if out.height > MOST_ROWS else "")
+    )
+    show_table(out.head(MOST_ROWS), "left")
+    st.caption("All tokens of the group:")
+    with st.container(horizontal=True):
+        table_files(frame, "tokens")
+
+
+@st.cache_resource(max_entries=8, show_spinner=False)
+def _table(_trace: Trace, _fates: Fates, _given: Given | None, key: tuple[Any, ...]) -> Any:
+    return table_of(_fates, _trace, _given)
+
+
+def _received(view: View, fates: Fates, selected: list[int], layer: int | None) -> None:
+    import polars as pl
+
+    trace = view.trace
+    depth = 1 if layer is not None else len(trace.eligible_layers)
+    key = "attention on", trace.hash, fates.policy, fates.mode, fates.group, write_positions(selected), layer
+
+    def work(tell: Any) -> Attended:
+        return attention_on(trace, selected, layer, fates=fates, progress=tell)
+
+    found = worked(key, "Summing the attention on the selected tokens", work, ask=_seconds(trace, depth) > SECONDS)
+    if found is None or found.visible is None:
+        return
+    table = pl.DataFrame({"step": range(1, trace.num_steps + 1), "full": found.full, "visible": found.visible})
+    full, visible = mean_of(found.full) or 0, mean_of(found.visible) or 0
+    summary = (
+        f"The {len(selected)} selected tokens get {full:.4f} of a step's attention with the full cache, on average "
+        f"over the steps at which any is there; under the policy ({fates.label}) queries still see {visible:.4f} of it."
+    )
+    show_chart(
+        charts.attention_received(found, trace, layer=layer, fates=fates), "received", summary, table.fill_nan(None)
+    )
+
+
+def _reproduce(view: View, fates: Fates, step: int, selected: list[int], layer: int | None) -> None:
+    policy, written = view.text_of(view.policy), write_positions(selected)
+    own = ["--budget", str(view.budget), *["--shadow"] * view.shadow]
+    group = ["--group", str(fates.group)]
+    words = [
+        command("replay", "--trace", view.location, "--policy", policy, *own, "--out", "replayed"),
+        command("analyze", "tokens", policy, "--trace", view.location, *group, "--step", str(step), *own),
+    ]
+    lines = f"""
+import kvsim
+from kvsim.attending import attention_of, attention_on, shade
+from kvsim.fates import fates_of, given_to, table_of
+
+trace = kvsim.open_trace({view.location!r})
+result = kvsim.replay(trace, {str(view.policy)!r}, shadow={view.shadow})
+fates = fates_of(result, {fates.group})
+table = table_of(fates, trace, given_to(fates, trace))
+result.steps[{max(0, step - 1)}], table[fates.left({step})]
+"""
+    if selected:
+        at = [] if layer is None else ["--layer", str(layer)]
+        of = ["--positions", written, *at, "--policy", policy, *group]
+        words.append(command("chart", "received", "--trace", view.location, *of, *own, "--out", "received.html"))
+        lines += f"""
+positions = kvsim.ranges.read_positions({written!r}, trace.num_positions)
+shade(attention_of(trace, positions, {layer}))
+kvsim.charts.attention_received(attention_on(trace, positions, {layer}, fates=fates), trace, layer={layer}, fates=fates)
+"""
+    reproduce(*words, python=lines)

@@ -1,0 +1,1 @@
+"""The tokens of a recording in the browser, coloured by fate or by attention; the step moves there."""
