@@ -30,9 +30,9 @@ class Displayed:
         Its text: a newline as ``↵`` and the newline, other control characters as their pictures, unseen characters as
         ``⟨U+200B⟩``, bytes that are no character on their own as ``⟨0xE2⟩``.
     kind : {"text", "blank", "special", "bytes", "number"}
-        ``blank``: spaces alone. ``special``: it has the form of a special token, such as ``<|im_start|>``; recordings do
-        not say which are. ``bytes``: some of it is no valid UTF-8. ``number``: the recording has no text, and this is
-        its id or position.
+        ``blank``: spaces alone. ``special``: it has the form of a special token, such as ``<|im_start|>``; recordings
+        do not say which are. ``bytes``: some of it is no valid UTF-8. ``number``: the recording has no text, and this
+        is its id or position.
     """
 
     text: str

@@ -106,7 +106,3 @@ def _budget() -> Budget | None:
     except KvsimError as error:
         st.error(str(error))
         return None
-
-
-if __name__ == "__main__":
-    main()

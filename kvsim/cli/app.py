@@ -48,4 +48,4 @@ def app(
     os.environ[TRACES] = os.pathsep.join(found)
     from streamlit.web.cli import main as streamlit
 
-    streamlit(["run", str(Path(package.origin).with_name("main.py")), *words], standalone_mode=False)
+    streamlit(["run", str(Path(package.origin).parent / "start" / "app.py"), *words], standalone_mode=False)

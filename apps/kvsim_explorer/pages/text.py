@@ -23,7 +23,6 @@ __all__ = ["TITLE", "show"]
 
 TITLE = "Text"
 
-COLOURS = {"fate": "fate", "attention": "attention of the selected tokens"}
 MEAN = "mean of all"
 MOST_ROWS = 500
 SECONDS = 1.5
@@ -62,12 +61,12 @@ def _show(view: View, result: Result) -> None:
             group = labels.index(label)
         colour = st.segmented_control(
             "Colour by",
-            [*COLOURS],
+            ["fate", "attention"],
             default="fate",
             required=True,
             key="colour",
             bind="query-params",
-            format_func=COLOURS.__getitem__,
+            help="What became of each token, or the attention of the selected ones, summed.",
         )
         layers = [MEAN, *map(str, range(trace.num_layers))]
         chosen = st.selectbox("Attention of layer", layers, key="layer", bind="query-params", width=180)

@@ -72,6 +72,7 @@ class View {
     this.selected = new Set();
     this.live = null;
     this.cursor = -1;
+    this.told = -1;
     this.anchor = -1;
     this.playing = 0;
     this.painting = 0;
@@ -183,6 +184,7 @@ class View {
       this.ids = numbers(Int32Array, found.ids);
       this.slider.max = String(found.steps);
       this.cursor = -1;
+      this.told = -1;
       this.anchor = -1;
       this.fillPane(this.panes[0], 0, found.prompt);
       this.fillPane(this.panes[1], found.prompt, found.prompt + found.steps);
@@ -350,7 +352,7 @@ class View {
     this.picked.textContent = `Selected: ${text.length > 60 ? `${text.slice(0, 60)}…` : text} (${this.selected.size})`;
     this.clear.disabled = this.selected.size === 0;
     this.showLegend(words);
-    if (this.told !== undefined) this.tell(this.told);
+    this.tell(this.told);
   }
 
   figureText() {
@@ -404,7 +406,7 @@ class View {
 
   tell(i) {
     this.told = i;
-    if (i < 0 || i === undefined) {
+    if (i < 0) {
       this.detail.textContent = "Point at a token, or walk to one with the arrow keys.";
       return;
     }
