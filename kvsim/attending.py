@@ -30,10 +30,10 @@ class Attended:
     positions : tuple of int
         The positions.
     full : array
-        [T]: the share of a step's attention with the full cache, averaged over layers and heads; NaN until the first of
-        them is there.
+        [T]: the share of a step's attention with the full cache, averaged over layers and heads; NaN before the first
+        of them is there.
     visible : array or None
-        [T]: the same of those that a policy's cache still showed that step.
+        [T]: the same of those that a policy's cache still showed that step; None where there is no such policy.
     """
 
     positions: tuple[int, ...]
@@ -64,7 +64,9 @@ class Shading:
     beyond: int
 
 
-def attention_of(trace: Trace, positions: Sequence[int], layer: int | None = None) -> FloatArray:
+def attention_of(
+    trace: Trace, positions: Sequence[int], layer: int | None = None, *, fates: Fates | None = None
+) -> FloatArray:
     """Sum the recorded full-cache attention rows of generated tokens, [L0+T].
 
     The query of step t belongs to position ``L0 + t - 1``; prompt positions have no recorded query and add nothing.
@@ -76,17 +78,19 @@ def attention_of(trace: Trace, positions: Sequence[int], layer: int | None = Non
     positions : sequence of int
         The tokens.
     layer : int, optional
-        One recorded layer; the mean over the eligible layers by default. Heads are averaged.
+        One recorded layer; heads are averaged.
+    fates : Fates, optional
+        Without a layer, a retention group whose layers and heads are averaged; all eligible ones by default.
 
     Raises
     ------
     KvsimError
         If a position or the layer does not exist.
     """
-    total, groups = np.zeros(trace.num_positions), _layers(trace, layer)
+    total, (groups, group) = np.zeros(trace.num_positions), _source(trace, layer, fates)
     for position in _checked(trace, positions):
         if position >= trace.prompt_length:
-            total[: position + 1] += group_rows(trace, groups, position - trace.prompt_length + 1)[0]
+            total[: position + 1] += group_rows(trace, groups, position - trace.prompt_length + 1, [group])[0]
     return total
 
 
@@ -106,10 +110,9 @@ def attention_on(
         The recording.
     positions : sequence of int
         The tokens, at least one.
-    layer : int, optional
-        One recorded layer; the mean over the eligible layers by default. Heads are averaged.
-    fates : Fates, optional
-        A group of a replay, for `Attended.visible`.
+    layer, fates
+        As for `attention_of`. There is an `Attended.visible` where all of the attention comes from the group's own
+        layers and heads, and so was subject to its eviction.
     progress : callable, optional
         Called with (steps done, steps in all).
 
@@ -121,18 +124,19 @@ def attention_on(
     chosen = np.array(_checked(trace, positions), dtype=np.intp)
     if not chosen.size:
         raise KvsimError("name a position, such as 12 or 12-20,31")
-    groups = _layers(trace, layer)
+    groups, group = _source(trace, layer, fates)
+    evicting = fates if fates is not None and (layer is None or layer in _governed(fates)) else None
     full, visible = np.full(trace.num_steps, np.nan), np.full(trace.num_steps, np.nan)
     for step in range(1, trace.num_steps + 1):
         there = chosen[chosen < trace.prompt_length + step]
         if there.size:
-            row = group_rows(trace, groups, step)[0]
+            row = group_rows(trace, groups, step, [group])[0]
             full[step - 1] = row[there].sum()
-            if fates is not None:
-                visible[step - 1] = row[there[fates.visible(step)[there]]].sum()
+            if evicting is not None:
+                visible[step - 1] = row[there[evicting.visible(step)[there]]].sum()
         if progress is not None:
             progress(step, trace.num_steps)
-    return Attended(tuple(chosen.tolist()), full, None if fates is None else visible)
+    return Attended(tuple(chosen.tolist()), full, None if evicting is None else visible)
 
 
 def shade(values: FloatArray) -> Shading:
@@ -157,11 +161,21 @@ def shade(values: FloatArray) -> Shading:
     return Shading(levels, tuple(edges.tolist()), float(values[0]), int((others >= high).sum()))
 
 
-def _layers(trace: Trace, layer: int | None) -> Groups:
+def _source(trace: Trace, layer: int | None, fates: Fates | None) -> tuple[Groups, int]:
+    """Give the layers and heads that are averaged, as a group and its number."""
     if layer is not None and not 0 <= layer < trace.num_layers:
         raise KvsimError(f"layer must be in 0..{trace.num_layers - 1}, got {layer}")
+    if layer is None and fates is not None:
+        return fates.groups, fates.group
     layers = trace.eligible_layers if layer is None else (layer,)
-    return Groups("shared", layers, trace.num_heads, trace.num_kv_heads)
+    return Groups("shared", layers, trace.num_heads, trace.num_kv_heads), 0
+
+
+def _governed(fates: Fates) -> tuple[int, ...]:
+    """Give the layers all of whose heads a group evicts for."""
+    groups = fates.groups
+    layers, _, _ = groups.members(fates.group)
+    return groups.layers[layers] if groups.kind != "head" or groups.num_kv_heads == 1 else ()
 
 
 def _checked(trace: Trace, positions: Sequence[int]) -> list[int]:

@@ -38,6 +38,7 @@ def attention_received(
     written = write_positions(attended.positions)
     if len(written) > MOST_WRITTEN:
         written = f"{written[:MOST_WRITTEN].rpartition(',')[0]},… ({len(attended.positions)} in all)"
-    where = "mean over eligible layers and heads" if layer is None else f"layer {layer}, mean over heads"
+    whole = "all layers" if fates is None else fates.label
+    where = f"mean over the query heads of {whole if layer is None else f'layer {layer}'}"
     title = heading("Attention received by the chosen tokens", f"{trace.path.name}; positions {written}", where)
     return step_chart(lines, title, "share of the step's attention", scale=alt.Scale(zero=True), legend="cache")

@@ -39,9 +39,34 @@ def test_attention_of_and_on_tokens(tmp_path, layer):
         seen = [i for i in there if i == prompt + t - 1 or i in (result.retained(t - 1))]
         assert found.full[t - 1] == pytest.approx(row[there].sum())
         assert found.visible[t - 1] == pytest.approx(row[seen].sum())
+    groups = kvsim.replay(trace, "ema:0.6/group=head", budget=9)
+    assert attention_on(trace, chosen, layer or 0, fates=fates_of(groups, 2)).visible is None
+    own = attention_of(trace, [prompt + 4], fates=fates_of(groups, 3))
+    layers, heads, _ = groups.plan.groups.members(3)
+    rows4 = trace.attention_rows(5, list(groups.plan.groups.layers))[layers, heads]
+    assert own[: prompt + 5] == pytest.approx(rows4.mean(axis=(0, 1), dtype=np.float64), abs=1e-12)
     late = attention_on(trace, [prompt + 4], layer)
     assert np.isnan(late.full).tolist() == [True] * 4 + [False] * 10
     assert late.visible is None
+
+
+def test_attention_is_that_of_the_group(tmp_path):
+    trace = write_trace(tmp_path / "t", seed=3, steps=14)
+    result = kvsim.replay(trace, "ema:0.6/group=layer", budget=9)
+    fates = fates_of(result, 1)
+    mine, same, other = (attention_on(trace, [2, 5], layer, fates=fates) for layer in (None, 1, 2))
+    assert mine.full.tolist() == same.full.tolist() != other.full.tolist()
+    assert mine.visible.tolist() == same.visible.tolist()
+    assert other.visible is None
+    everything = attention_on(trace, range(trace.num_positions), fates=fates)
+    kept = [replayed(trace, result, 1, t) for t in range(1, 15)]
+    assert everything.visible == pytest.approx(kept, abs=1e-12)
+
+
+def replayed(trace, result, layer, t):
+    row = trace.attention_rows(t, [layer]).mean(axis=(0, 1), dtype=np.float64)
+    seen = [*(result.retained(t - 1, layer)), trace.prompt_length + t - 1]
+    return row[seen].sum()
 
 
 def test_wrong_positions_and_layers(tmp_path):

@@ -1,6 +1,7 @@
 """The text: the prompt and the generation as tokens, coloured by what became of them or by attention."""
 
 import operator
+from functools import partial
 from typing import Any
 
 import streamlit as st
@@ -14,7 +15,7 @@ from kvsim.ranges import read_positions, write_positions
 from kvsim.result import mean_of
 from kvsim_explorer.replays import result_of
 from kvsim_explorer.reproduce import command, reproduce
-from kvsim_explorer.show import show_chart, show_table, table_files
+from kvsim_explorer.show import show_chart, table_files
 from kvsim_explorer.tokens.tokens import KEY, draw, live_data, static_data
 from kvsim_explorer.view import View
 from kvsim_explorer.work import worked
@@ -23,7 +24,8 @@ __all__ = ["TITLE", "show"]
 
 TITLE = "Text"
 
-MEAN = "mean of all"
+KEPT, SHOWN = "text kept", "text shown"
+MEAN = "of the group"
 MOST_ROWS = 500
 SECONDS = 1.5
 STORED_PER_SECOND, COMPUTED_PER_SECOND = 3e8, 2.5e7
@@ -68,15 +70,15 @@ def _show(view: View, result: Result) -> None:
             bind="query-params",
             help="What became of each token, or the attention of the selected ones, summed.",
         )
-        layers = [MEAN, *map(str, range(trace.num_layers))]
-        chosen = st.selectbox("Attention of layer", layers, key="layer", bind="query-params", width=180)
-    layer = None if chosen == MEAN else int(chosen)
+        layers = [MEAN, *(f"of layer {one}" for one in range(trace.num_layers))]
+        chosen = st.selectbox("Attention", layers, key="layer", bind="query-params", width=180)
+    layer = None if chosen == MEAN else layers.index(chosen) - 1
     step, selected = _step(trace), _selected(trace)
     tokens, below = st.container(), st.container()
     with below:
         fates = _fates(result, result.key, group)
         given = _given(view, fates)
-        values, shading = _shading(trace, selected, layer, colour)
+        values, shading = _shading(trace, fates, selected, layer, colour)
         _left(trace, fates, given, step)
         if selected:
             _received(view, fates, selected, layer)
@@ -85,34 +87,54 @@ def _show(view: View, result: Result) -> None:
         _reproduce(view, fates, step, selected, layer)
     with tokens:
         static = _static(trace, result, fates, given, (*result.key.values(), group, given is not None))
-        draw(static, live_data(trace, step, write_positions(selected), values, shading, colour), _moved, _chosen)
+        live = live_data(trace, step, write_positions(selected), values, shading, colour)
+        draw(static, live, partial(_moved, trace.num_steps), _chosen)
 
 
 def _step(trace: Trace) -> int:
     """Give the step that the URL names, and else the last one."""
-    text = st.query_params.get("step", "")
+    text = _of_url("step")
     return min(int(text), trace.num_steps) if text.isdecimal() else trace.num_steps
 
 
 def _selected(trace: Trace) -> list[int]:
+    before = st.session_state.get(SHOWN)
+    st.session_state[SHOWN] = trace.hash
+    if before not in (None, trace.hash):
+        _to_url("selected", "")
     try:
-        return read_positions(st.query_params.get("selected", ""), trace.num_positions)
+        return read_positions(_of_url("selected"), trace.num_positions)
     except KvsimError as error:
         st.error(f"selected: {error}")
         return []
 
 
-def _moved() -> None:
+def _of_url(name: str) -> str:
+    """Give a parameter of the URL; one that a visit to another page has dropped is put back."""
+    kept: dict[str, str] = st.session_state.setdefault(KEPT, {})
+    if name in st.query_params:
+        kept[name] = st.query_params[name]
+    elif name in kept:
+        st.query_params[name] = kept[name]
+    return kept.get(name, "")
+
+
+def _to_url(name: str, value: str) -> None:
+    kept: dict[str, str] = st.session_state.setdefault(KEPT, {})
+    if value:
+        kept[name] = st.query_params[name] = value
+    else:
+        kept.pop(name, None)
+        st.query_params.pop(name, None)
+
+
+def _moved(last: int) -> None:
     step = st.session_state[KEY].get("step")
-    if step is not None:
-        st.query_params["step"] = str(operator.index(step))
+    _to_url("step", "" if step is None or step == last else str(operator.index(step)))
 
 
 def _chosen() -> None:
-    if selected := st.session_state[KEY].get("selected"):
-        st.query_params["selected"] = selected
-    else:
-        st.query_params.pop("selected", None)
+    _to_url("selected", str(st.session_state[KEY].get("selected") or ""))
 
 
 @st.cache_resource(max_entries=32, show_spinner=False)
@@ -141,7 +163,7 @@ def _seconds(trace: Trace, layers: int, steps: int | None = None) -> float:
 
 
 def _shading(
-    trace: Trace, selected: list[int], layer: int | None, colour: str
+    trace: Trace, fates: Fates, selected: list[int], layer: int | None, colour: str
 ) -> tuple[FloatArray | None, Shading | None]:
     """Give the attention of the selected tokens that were generated."""
     if colour != "attention":
@@ -150,11 +172,11 @@ def _shading(
     if not asking:
         st.info("Select generated tokens to colour by their attention; prompt tokens have no recorded queries.")
         return None, None
-    depth = 1 if layer is not None else len(trace.eligible_layers)
-    key = "attention of", trace.hash, write_positions(asking), layer
+    depth = 1 if layer is not None else fates.groups.depth
+    key = "attention of", trace.hash, fates.groups, fates.group, write_positions(asking), layer
 
     def work(tell: Any) -> FloatArray:
-        return attention_of(trace, asking, layer)
+        return attention_of(trace, asking, layer, fates=fates)
 
     long = _seconds(trace, depth, len(asking)) > SECONDS
     values = worked(key, "Summing the attention of the selected tokens", work, ask=long)
@@ -164,21 +186,26 @@ def _shading(
 
 
 def _left(trace: Trace, fates: Fates, given: Given | None, step: int) -> None:
+    import polars as pl
+
     frame = _table(trace, fates, given, (trace.hash, fates.policy, fates.mode, fates.group, given is not None))
     out = frame[fates.left(step)]
     if given is not None:
         out = out.sort("mass_later", descending=True, maintain_order=True)
     what = "Evicted" if fates.mode == "irreversible" else "Left the set"
-    st.subheader(f"{what} at step {step}: {out.height:,} tokens", anchor=False)
+    st.subheader(f"{what} at step {step}: {out.height:,} {'token' if out.height == 1 else 'tokens'}", anchor=False)
     st.caption(
         f"{fates.label}; mass: full-cache attention over all steps; mass_later: the part of it from queries that could "
         "not see the token any more, by which the rows are sorted."
         + (f" The first {MOST_ROWS} rows; the files of the group hold all." if out.height > MOST_ROWS else "")
     )
-    show_table(out.head(MOST_ROWS), "left")
-    st.caption("All tokens of the group:")
-    with st.container(horizontal=True):
-        table_files(frame, "tokens")
+    # A newline on its own, or blanks, cannot be seen in a cell.
+    seen = [pl.col("token").map_elements(repr, pl.String)] if "token" in out.columns else []
+    st.dataframe(out.head(MOST_ROWS).with_columns(seen), key="table left", hide_index=True)
+    for name, table, about in (("left", out, "These tokens"), ("tokens", frame, "All tokens of the group")):
+        with st.container(horizontal=True, vertical_alignment="center", key=f"files {name}"):
+            st.caption(about, width=180)
+            table_files(table, name)
 
 
 @st.cache_resource(max_entries=8, show_spinner=False)
@@ -190,24 +217,25 @@ def _received(view: View, fates: Fates, selected: list[int], layer: int | None) 
     import polars as pl
 
     trace = view.trace
-    depth = 1 if layer is not None else len(trace.eligible_layers)
+    depth = 1 if layer is not None else fates.groups.depth
     key = "attention on", trace.hash, fates.policy, fates.mode, fates.group, write_positions(selected), layer
 
     def work(tell: Any) -> Attended:
         return attention_on(trace, selected, layer, fates=fates, progress=tell)
 
     found = worked(key, "Summing the attention on the selected tokens", work, ask=_seconds(trace, depth) > SECONDS)
-    if found is None or found.visible is None:
+    if found is None:
         return
-    table = pl.DataFrame({"step": range(1, trace.num_steps + 1), "full": found.full, "visible": found.visible})
-    full, visible = mean_of(found.full) or 0, mean_of(found.visible) or 0
+    table = pl.DataFrame({"step": range(1, trace.num_steps + 1), "full": found.full})
     summary = (
-        f"The {len(selected)} selected tokens get {full:.4f} of a step's attention with the full cache, on average "
-        f"over the steps at which any is there; under the policy ({fates.label}) queries still see {visible:.4f} of it."
+        f"The {len(selected)} selected tokens get {mean_of(found.full) or 0:.4f} of a step's attention with the full "
+        "cache, on average over the steps at which any is there"
     )
-    show_chart(
-        charts.attention_received(found, trace, layer=layer, fates=fates), "received", summary, table.fill_nan(None)
-    )
+    if found.visible is not None:
+        table = table.with_columns(visible=pl.Series(found.visible))
+        summary += f"; under the policy ({fates.label}) queries still see {mean_of(found.visible) or 0:.4f} of it"
+    chart = charts.attention_received(found, trace, layer=layer, fates=fates)
+    show_chart(chart, "received", f"{summary}.", table.fill_nan(None))
 
 
 def _reproduce(view: View, fates: Fates, step: int, selected: list[int], layer: int | None) -> None:
@@ -235,7 +263,7 @@ result.steps[{max(0, step - 1)}], table[fates.left({step})]
         words.append(command("chart", "received", "--trace", view.location, *of, *own, "--out", "received.html"))
         lines += f"""
 positions = kvsim.ranges.read_positions({written!r}, trace.num_positions)
-shade(attention_of(trace, positions, {layer}))
+shade(attention_of(trace, positions, {layer}, fates=fates))
 kvsim.charts.attention_received(attention_on(trace, positions, {layer}, fates=fates), trace, layer={layer}, fates=fates)
 """
     reproduce(*words, python=lines)

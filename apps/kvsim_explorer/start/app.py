@@ -1,4 +1,4 @@
-"""What ``kvsim app`` runs: a script beside a folder called ``pages`` would have Streamlit run those files themselves."""
+"""What ``kvsim app`` runs: beside a script, Streamlit would take a folder called ``pages`` for pages of its own."""
 
 from kvsim_explorer.main import main
 

@@ -422,7 +422,7 @@ class View {
     if (fate < GONE && this.starts[i] + turns < this.starts[i + 1]) parts.push(`${words.will} ${next}`);
     if (this.mass) {
       parts.push(`attention received in all steps ${short(this.mass[i])}`);
-      parts.push(`of it ${words.later} ${short(this.later[i])}`);
+      if (this.starts[i] < this.starts[i + 1]) parts.push(`of it ${words.later} ${short(this.later[i])}`);
     }
     if (this.values && this.live.colour === "attention") parts.push(`from the selected tokens ${short(this.values[i])}`);
     this.detail.textContent = parts.join(" · ");

@@ -122,7 +122,7 @@ def _legend(shading: Shading) -> dict[str, Any]:
     return {
         "edges": list(shading.edges),
         "before": "attention, log scale from the median to the 99th percentile without position 0:",
-        "after": f"position 0, the sink, gets {shading.sink:.4f}{others}",
+        "after": f"position 0, the sink, gets {shading.sink:.4g}{others}",
     }
 
 
