@@ -11,7 +11,7 @@ from kvsim.engines.output import output_error_of_step
 from kvsim.engines.stepper import BoolArray, Stepper, top
 from kvsim.plan import FloatArray, Plan
 
-__all__ = ["run", "run_many", "settle"]
+__all__ = ["rows_of", "run", "run_many", "settle"]
 
 
 def run_many(
@@ -64,7 +64,7 @@ def run(trace: Trace, plan: Plan, *, shadow: bool = False, progress: Progress | 
     for t in range(1, steps + 1):
         n = prompt + t
         newest = n - 1
-        rows = _rows(trace, plan, t)
+        rows = rows_of(trace, plan, t)
         step = stepper.step(t, rows)
         everything = np.arange(n)
         raw_now = []
@@ -107,11 +107,11 @@ def settle(trace: Trace, plan: Plan, *, shadow: bool = False) -> Plan:
     heads_known = trace.capture != "scores"
     stepper = Stepper(plan, trace.prompt_length, trace.num_positions, shadow=shadow, heads_known=heads_known)
     for t in range(1, trace.num_steps + 1):
-        stepper.step(t, _rows(trace, plan, t))
+        stepper.step(t, rows_of(trace, plan, t))
     return replace(plan, a=stepper.a, b=stepper.b, control=None)
 
 
-def _rows(trace: Trace, plan: Plan, t: int) -> FloatArray:
+def rows_of(trace: Trace, plan: Plan, t: int) -> FloatArray:
     """Give the full-cache attention of a step, [K, H, n], or the head means [K, n] of a `scores` capture."""
     layers = list(plan.groups.layers)
     rows = trace.score_rows(t, layers) if trace.capture == "scores" else trace.attention_rows(t, layers)

@@ -15,6 +15,7 @@ import kvsim
 from kvsim.attending import attention_of, attention_on, shade
 from kvsim.cli import app as cli
 from kvsim.fates import fates_of, given_to
+from kvsim.states import states_after
 from kvsim.token_display import display
 
 
@@ -88,6 +89,17 @@ def test_attention_of_the_selected_tokens(layer):
     assert f"9 selected tokens get {found.full.mean():.4f}" in words
     assert f"still see {found.visible.mean():.4f}" in words
     assert "7 selected prompt tokens have no recorded queries" in words
+
+
+def test_the_states_of_the_step():
+    app = open_page("text", trace=MULTI, policy="h2o", group="layer 2 head 1", step="1", state="true")
+    assert not errors(app)
+    result = kvsim.replay(MULTI, "h2o", budget="10%")
+    states = states_after(result, kvsim.open_trace(MULTI), 1)[7]
+    found = unpacked(given_to_browser(app)[2]["states"], np.float32)
+    assert found == pytest.approx(states, rel=1e-6, nan_ok=True)
+    (shown,) = [one.value for one in app.dataframe]
+    assert shown["m"].to_list() == pytest.approx(states[shown["position"].to_numpy()].tolist())
 
 
 def test_prompt_tokens_ask_nothing():

@@ -13,6 +13,7 @@ from kvsim.fates import Fates, Given, fates_of, given_to, table_of
 from kvsim.plan import FloatArray
 from kvsim.ranges import read_positions, write_positions
 from kvsim.result import mean_of
+from kvsim.states import states_after
 from kvsim_explorer.replays import result_of
 from kvsim_explorer.reproduce import command, reproduce
 from kvsim_explorer.show import show_chart, table_files
@@ -28,8 +29,9 @@ KEPT, SHOWN = "text kept", "text shown"
 MEAN = "of the group"
 MOST_ROWS = 500
 SECONDS = 1.5
+STATE_FACTOR = 4
 STORED_PER_SECOND, COMPUTED_PER_SECOND = 3e8, 2.5e7
-"""Attention numbers read, and computed from queries and keys, in a second."""
+"""Attention numbers read, and computed from queries and keys, in a second; the reference engine is slower."""
 
 
 def show(view: View) -> None:
@@ -70,6 +72,12 @@ def _show(view: View, result: Result) -> None:
             bind="query-params",
             help="What became of each token, or the attention of the selected ones, summed.",
         )
+        with_states = st.toggle(
+            "State m",
+            key="state",
+            bind="query-params",
+            help="What the policy ranks by, after the step: the reference engine runs up to there.",
+        )
         layers = [MEAN, *(f"of layer {one}" for one in range(trace.num_layers))]
         chosen = st.selectbox("Attention", layers, key="layer", bind="query-params", width=180)
     layer = None if chosen == MEAN else layers.index(chosen) - 1
@@ -79,15 +87,17 @@ def _show(view: View, result: Result) -> None:
         fates = _fates(result, result.key, group)
         given = _given(view, fates)
         values, shading = _shading(trace, fates, selected, layer, colour)
-        _left(trace, fates, given, step)
+        states = _states(view, result, fates, step) if with_states else None
+        _left(trace, fates, given, states, step)
         if selected:
             _received(view, fates, selected, layer)
         else:
             st.info("Select tokens above to see the attention that they get together, step by step.")
-        _reproduce(view, fates, step, selected, layer)
+        _reproduce(view, fates, step, selected, layer, with_states=with_states)
     with tokens:
         static = _static(trace, result, fates, given, (*result.key.values(), group, given is not None))
-        live = live_data(trace, step, write_positions(selected), values, shading, colour)
+        written = write_positions(selected)
+        live = live_data(trace, step, written, colour, values=values, shading=shading, states=states)
         draw(static, live, partial(_moved, trace.num_steps), _chosen)
 
 
@@ -185,7 +195,17 @@ def _shading(
     return (None, None) if values is None else (values, shade(values))
 
 
-def _left(trace: Trace, fates: Fates, given: Given | None, step: int) -> None:
+def _states(view: View, result: Result, fates: Fates, step: int) -> FloatArray | None:
+    """Give the group's state after the step, NaN for tokens that the step did not see."""
+    trace = view.trace
+    key = "states", trace.hash, fates.policy, fates.mode, step
+    long = _seconds(trace, len(trace.eligible_layers), step + 1) * STATE_FACTOR > SECONDS
+    label = f"Running the reference engine to step {step}"
+    states = worked(key, label, lambda tell: states_after(result, trace, step, progress=tell), ask=long)
+    return None if states is None else states[fates.group]
+
+
+def _left(trace: Trace, fates: Fates, given: Given | None, states: FloatArray | None, step: int) -> None:
     import polars as pl
 
     frame = _table(trace, fates, given, (trace.hash, fates.policy, fates.mode, fates.group, given is not None))
@@ -199,6 +219,8 @@ def _left(trace: Trace, fates: Fates, given: Given | None, step: int) -> None:
         "not see the token any more, by which the rows are sorted."
         + (f" The first {MOST_ROWS} rows; the files of the group hold all." if out.height > MOST_ROWS else "")
     )
+    if states is not None:
+        out = out.with_columns(m=pl.Series(states[out["position"].to_numpy()]).fill_nan(None))
     # A newline on its own, or blanks, cannot be seen in a cell.
     seen = [pl.col("token").map_elements(repr, pl.String)] if "token" in out.columns else []
     st.dataframe(out.head(MOST_ROWS).with_columns(seen), key="table left", hide_index=True)
@@ -238,7 +260,9 @@ def _received(view: View, fates: Fates, selected: list[int], layer: int | None) 
     show_chart(chart, "received", f"{summary}.", table.fill_nan(None))
 
 
-def _reproduce(view: View, fates: Fates, step: int, selected: list[int], layer: int | None) -> None:
+def _reproduce(
+    view: View, fates: Fates, step: int, selected: list[int], layer: int | None, *, with_states: bool
+) -> None:
     policy, written = view.text_of(view.policy), write_positions(selected)
     own = ["--budget", str(view.budget), *["--shadow"] * view.shadow]
     group = ["--group", str(fates.group)]
@@ -247,7 +271,7 @@ def _reproduce(view: View, fates: Fates, step: int, selected: list[int], layer: 
         command("analyze", "tokens", policy, "--trace", view.location, *group, "--step", str(step), *own),
     ]
     lines = f"""
-import kvsim
+import kvsim.states
 from kvsim.attending import attention_of, attention_on, shade
 from kvsim.fates import fates_of, given_to, table_of
 
@@ -257,6 +281,8 @@ fates = fates_of(result, {fates.group})
 table = table_of(fates, trace, given_to(fates, trace))
 result.steps[{max(0, step - 1)}], table[fates.left({step})]
 """
+    if with_states:
+        lines += f"kvsim.states.states_after(result, trace, {step})[{fates.group}]\n"
     if selected:
         at = [] if layer is None else ["--layer", str(layer)]
         of = ["--positions", written, *at, "--policy", policy, *group]

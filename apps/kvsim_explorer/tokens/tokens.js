@@ -86,7 +86,6 @@ class View {
 
   close() {
     this.pause();
-    // What was settled but not sent yet must not be lost.
     for (const name of Object.keys(this.timers)) clearTimeout(this.timers[name]);
     window.removeEventListener("kvsim-tokens", this.hear);
     for (const pane of this.panes) pane.observer?.disconnect();
@@ -202,6 +201,7 @@ class View {
     this.live = live;
     this.levels = numbers(Uint8Array, live.levels);
     this.values = numbers(Float32Array, live.values);
+    this.states = numbers(Float32Array, live.states);
     this.root.classList.toggle("attention", live.colour === "attention");
     if (this.step === null) {
       this.step = live.step;
@@ -241,6 +241,7 @@ class View {
       const element = make("div", "chunk");
       const chunk = { start: from, end: to, element, spans: null };
       element.chunk = chunk;
+      element.setAttribute("role", "presentation");
       element.dataset.start = String(from);
       element.style.minHeight = `${(lines + Math.ceil(letters / columns)) * LINE}px`;
       pane.chunks.push(chunk);
@@ -254,6 +255,8 @@ class View {
     if (chunk.spans) return;
     chunk.spans = [];
     const { element } = chunk;
+    const { prompt, steps } = this.data;
+    const [first, size] = chunk.start < prompt ? [0, prompt] : [prompt, steps];
     for (let i = chunk.start; i < chunk.end; i += 1) {
       const kind = this.kinds[i];
       const text = this.data.texts[i];
@@ -261,6 +264,8 @@ class View {
       span.token = i;
       span.id = `token-${i}`;
       span.setAttribute("role", "option");
+      span.setAttribute("aria-posinset", String(i - first + 1));
+      span.setAttribute("aria-setsize", String(size));
       span.painted = "";
       chunk.spans.push(span);
       element.append(span);
@@ -425,6 +430,9 @@ class View {
       if (this.starts[i] < this.starts[i + 1]) parts.push(`of it ${words.later} ${short(this.later[i])}`);
     }
     if (this.values && this.live.colour === "attention") parts.push(`from the selected tokens ${short(this.values[i])}`);
+    if (this.states && this.live.step === this.step && !Number.isNaN(this.states[i])) {
+      parts.push(`state m ${this.states[i].toPrecision(4)}`);
+    }
     this.detail.textContent = parts.join(" · ");
   }
 
@@ -473,8 +481,7 @@ class View {
     const i = this.data.prompt + this.step - 1;
     const { list } = this.panes[1];
     const chunk = this.chunkOf(i);
-    const element = chunk.spans ? chunk.spans[i - chunk.start] : chunk.element;
-    const top = element.offsetTop;
+    const top = chunk.element.offsetTop + (chunk.spans ? chunk.spans[i - chunk.start].offsetTop : 0);
     if (top < list.scrollTop || top + LINE > list.scrollTop + list.clientHeight) {
       list.scrollTop = top - list.clientHeight / 2;
     }
@@ -570,7 +577,7 @@ class View {
       const chunk = this.chunkOf(k);
       this.fill(chunk);
       const box = chunk.spans[k - chunk.start].getClientRects()[0];
-      if (Math.abs(box.top - here.top) < LINE / 2) continue;
+      if (!box || Math.abs(box.top - here.top) < LINE / 2) continue;
       if (best !== i && Math.abs(box.top - best.top) > LINE / 2) break;
       const away = Math.abs(box.left - here.left);
       if (best === i || away < best.away) best = { token: k, top: box.top, away };

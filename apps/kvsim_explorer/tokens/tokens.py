@@ -103,9 +103,16 @@ def static_data(trace: Trace, result: Result, fates: Fates, given: Given | None)
 
 
 def live_data(
-    trace: Trace, step: int, selected: str, values: FloatArray | None, shading: Shading | None, colour: str
+    trace: Trace,
+    step: int,
+    selected: str,
+    colour: str,
+    *,
+    values: FloatArray | None = None,
+    shading: Shading | None = None,
+    states: FloatArray | None = None,
 ) -> dict[str, Any]:
-    """Give what changes often: where a fresh view starts, and the attention of the selected tokens."""
+    """Give what changes often: where a fresh view starts, the attention of the selected tokens, the step's states."""
     return {
         "recording": trace.hash,
         "step": step,
@@ -114,6 +121,7 @@ def live_data(
         "values": None if values is None else _packed(values, np.float32),
         "levels": None if shading is None else _packed(shading.levels, np.uint8),
         "shading": None if shading is None else _legend(shading),
+        "states": None if states is None else _packed(states, np.float32),
     }
 
 
