@@ -31,14 +31,15 @@ def attention_received(
     """
     steps = np.arange(1, attended.full.size + 1)
     lines = {"full cache": (steps, attended.full)}
+    whose = ""
     if attended.visible is not None and fates is not None:
-        several = f", {fates.label}" if fates.groups.count > 1 else ""
-        shadow = " (shadow)" if fates.mode == "shadow" else ""
-        lines[f"visible to {fates.policy}{shadow}{several}"] = (steps, attended.visible)
+        lines["visible to the policy"] = (steps, attended.visible)
+        shadow = "; shadow mode: nothing is evicted" if fates.mode == "shadow" else ""
+        whose = f"policy: {fates.policy}{shadow}"
     written = write_positions(attended.positions)
     if len(written) > MOST_WRITTEN:
         written = f"{written[:MOST_WRITTEN].rpartition(',')[0]},… ({len(attended.positions)} in all)"
     whole = "all layers" if fates is None else fates.label
     where = f"mean over the query heads of {whole if layer is None else f'layer {layer}'}"
-    title = heading("Attention received by the chosen tokens", f"{trace.path.name}; positions {written}", where)
+    title = heading("Attention received by the chosen tokens", f"{trace.path.name}; positions {written}", where, whose)
     return step_chart(lines, title, "share of the step's attention", scale=alt.Scale(zero=True), legend="cache")

@@ -4,6 +4,8 @@ import base64
 import itertools
 import json
 import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -152,7 +154,7 @@ def test_a_recording_without_text(tmp_path):
 
 
 def test_the_commands_give_what_is_shown(tmp_path):
-    app = open_page("text", trace=MULTI, policy="tova", group="layer 2", step="7", selected="3-9")
+    app = open_page("text", trace=MULTI, policy="tova", group="layer 2", step="7", selected="3-9", state="true")
     lines = app.code[0].value.splitlines()
     assert [line.split()[1] for line in lines] == ["replay", "analyze", "chart"]
     told = CliRunner().invoke(cli, [*shlex.split(lines[1])[1:], "--json"])
@@ -161,6 +163,8 @@ def test_the_commands_give_what_is_shown(tmp_path):
     assert [one["position"] for one in json.loads(told.stdout)["tokens"]] == shown["position"].to_list()
     drawn = CliRunner().invoke(cli, [*shlex.split(lines[2])[1:-2], "--out", str(tmp_path / "a.json")])
     assert drawn.exit_code == 0, drawn.output
-    found = {}
-    exec(app.code[1].value.rpartition("\n")[0], found)
-    assert found["fates"].left(7).tolist() == shown["position"].to_list()
+    # In a process of its own, where nothing is imported yet.
+    asked = f"{app.code[1].value}\nprint(fates.left(7).tolist())"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == shown["position"].to_list()

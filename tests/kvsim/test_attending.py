@@ -129,7 +129,7 @@ def test_the_chart_draws_what_is_received():
     for row in rows:
         drawn[row["series"]].append(row["value"])
     assert drawn["full cache"] == pytest.approx(found.full.tolist(), rel=1e-4)
-    assert drawn["visible to tova/budget=20, layer 2"] == pytest.approx(found.visible.tolist(), rel=1e-4)
+    assert drawn["visible to the policy"] == pytest.approx(found.visible.tolist(), rel=1e-4)
     chart = charts.attention_received(found, trace, layer=2, fates=fates)
     assert rows_of_chart(chart)
     for words, why in (([], "--positions"), (["--positions", "2-900"], "positions are 0 to")):

@@ -271,8 +271,7 @@ def _reproduce(
         command("analyze", "tokens", policy, "--trace", view.location, *group, "--step", str(step), *own),
     ]
     lines = f"""
-import kvsim.states
-from kvsim.attending import attention_of, attention_on, shade
+import kvsim
 from kvsim.fates import fates_of, given_to, table_of
 
 trace = kvsim.open_trace({view.location!r})
@@ -282,13 +281,21 @@ table = table_of(fates, trace, given_to(fates, trace))
 result.steps[{max(0, step - 1)}], table[fates.left({step})]
 """
     if with_states:
-        lines += f"kvsim.states.states_after(result, trace, {step})[{fates.group}]\n"
+        lines += f"""
+from kvsim.states import states_after
+
+states_after(result, trace, {step})[{fates.group}]
+"""
     if selected:
         at = [] if layer is None else ["--layer", str(layer)]
         of = ["--positions", written, *at, "--policy", policy, *group]
         words.append(command("chart", "received", "--trace", view.location, *of, *own, "--out", "received.html"))
         lines += f"""
-positions = kvsim.ranges.read_positions({written!r}, trace.num_positions)
+import kvsim.charts
+from kvsim.attending import attention_of, attention_on, shade
+from kvsim.ranges import read_positions
+
+positions = read_positions({written!r}, trace.num_positions)
 shade(attention_of(trace, positions, {layer}, fates=fates))
 kvsim.charts.attention_received(attention_on(trace, positions, {layer}, fates=fates), trace, layer={layer}, fates=fates)
 """
