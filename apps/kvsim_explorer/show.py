@@ -36,7 +36,8 @@ def show_chart(chart: "Drawn", name: str, summary: str, table: "pl.DataFrame | N
         The numbers behind it, whole.
     """
     with st.container(key=f"paper {name}", horizontal_alignment="left"):
-        st.altair_chart(chart, theme=None, width="content", alt=summary, key=f"chart {name}")
+        # Its own background, or the dark theme's would shine through under black lines.
+        st.altair_chart(chart.properties(background="#ffffff"), theme=None, width="content", alt=summary, key=f"chart {name}")
     st.caption(summary)
     with st.container(horizontal=True, key=f"files {name}"):
         if can_draw():
