@@ -21,36 +21,39 @@ OTHERS = "cumulative\nsingle"
 STYLE = Path(__file__).with_name("style.css")
 
 
-def main(page: str | None = None) -> None:
-    """Show the app.
-
-    Parameters
-    ----------
-    page : str, optional
-        Name of the page that is shown first; the first one by default.
-    """
+def main() -> None:
+    """Show the app."""
     st.set_page_config(page_title="kvsim", layout="wide", initial_sidebar_state="auto")
     st.html(STYLE)
-    entries = [
-        st.Page(_guarded(one.show), title=one.TITLE, url_path=name, default=name == (page or "trace"))
-        for name, one in pages.PAGES.items()
-    ]
-    chosen = st.navigation(entries, position="top")
     with st.sidebar:
         view = _inline(_choose)
-    st.session_state["view"] = view
+    # Pages are a parameter of one address: below a path of its own Streamlit asks for its services in vain first.
+    page = pages.PAGES[_page()]
     if view is None:
         st.info("Choose a recording and a policy at the left.")
         return
-    chosen.run()
+    _inline(lambda: page.show(view))
 
 
-def _guarded(show: Callable[[View], None]) -> Callable[[], None]:
-    def run() -> None:
-        _inline(lambda: show(st.session_state["view"]))
+def _page() -> str:
+    names = list(pages.PAGES)
+    if "page" not in st.session_state:
+        wanted = st.query_params.get("page", names[0])
+        st.session_state["page"] = wanted if wanted in names else names[0]
+    chosen = st.segmented_control(
+        "Page",
+        names,
+        key="page",
+        format_func=lambda name: pages.PAGES[name].TITLE,
+        label_visibility="collapsed",
+        required=True,
+        on_change=_turn,
+    )
+    return chosen or names[0]
 
-    run.__name__ = show.__module__.rpartition(".")[2]
-    return run
+
+def _turn() -> None:
+    st.query_params["page"] = st.session_state["page"]
 
 
 def _inline(work: Callable[[], T]) -> T | None:

@@ -66,9 +66,6 @@ def pick() -> tuple[Trace, str] | None:
 def _start(offered: list[str]) -> None:
     """Take over what the URL says, once a session; without a word there the first recording is shown."""
     if "offered" in st.session_state:
-        # A change of the page drops what no widget of it is bound to.
-        if "trace" not in st.query_params:
-            _take()
         return
     location = st.query_params.get("trace") or (offered[0] if offered else "")
     known = location in offered or location == UPLOADED

@@ -20,6 +20,16 @@ __all__ = ["frame_of", "show_chart", "show_table", "table_files"]
 
 PICTURE_SCALE = 2
 
+_INK = {"labelColor": "#1a1a1a", "titleColor": "#1a1a1a"}
+PAPER: dict[str, Any] = {
+    "background": "#ffffff",
+    "title": {"color": "#1a1a1a"},
+    "axis": _INK,
+    "legend": _INK,
+    "header": _INK,
+}
+"""Colours that a chart would otherwise take from the theme around it: in the dark one, white on its white paper."""
+
 
 def show_chart(chart: "Drawn", name: str, summary: str, table: "pl.DataFrame | None" = None) -> None:
     """Show a chart on paper, its text alternative, and files of it.
@@ -36,8 +46,7 @@ def show_chart(chart: "Drawn", name: str, summary: str, table: "pl.DataFrame | N
         The numbers behind it, whole.
     """
     with st.container(key=f"paper {name}", horizontal_alignment="left"):
-        # Its own background, or the dark theme's would shine through under black lines.
-        st.altair_chart(chart.properties(background="#ffffff"), theme=None, width="content", alt=summary, key=f"chart {name}")
+        st.altair_chart(chart.configure(**PAPER), theme=None, width="content", alt=summary, key=f"chart {name}")
     st.caption(summary)
     with st.container(horizontal=True, key=f"files {name}"):
         if can_draw():

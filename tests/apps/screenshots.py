@@ -34,8 +34,7 @@ def write(folder: Path = FOLDER) -> None:
                 for name in PAGES:
                     file = folder / f"{name}-{width}-{scheme}.png"
                     with tab(running, address, width=width, scheme=scheme) as screen:
-                        path = "" if name == "trace" else name
-                        screen.go(path, trace=NEEDLE, **PARAMETERS[name])
+                        screen.go(name, trace=NEEDLE, **PARAMETERS[name])
                         screen.page.wait_for_timeout(1500)
                         screen.page.screenshot(path=file)
                         assert screen.complaints == [], (file.name, screen.complaints)

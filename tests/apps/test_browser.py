@@ -35,7 +35,7 @@ def csv_of(screen: Tab, name: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("trace", [NEEDLE, LONG])
 def test_numbers_on_the_screen_are_those_of_replay(screen: Tab, trace: str):
-    screen.go("", trace=trace, policy="ema:0.9", others="tova\ncumulative", budget="20%")
+    screen.go("trace", trace=trace, policy="ema:0.9", others="tova\ncumulative", budget="20%")
     wanted = replayed(trace, "ema:0.9", "tova", "cumulative", budget="20%")
     shown = csv_of(screen, "summary")
     assert [row["policy"] for row in shown] == [row["policy"] for row in wanted]
@@ -51,7 +51,7 @@ def test_numbers_on_the_screen_are_those_of_replay(screen: Tab, trace: str):
 
 
 def test_a_policy_typed_or_built_is_replayed_and_stands_in_the_url(screen: Tab):
-    screen.go("", trace=NEEDLE)
+    screen.go("trace", trace=NEEDLE)
     screen.enter("policy", "tova")
     assert screen.parameters()["policy"] == "tova"
     screen.page.get_by_text("Build a policy").click()
@@ -59,7 +59,7 @@ def test_a_policy_typed_or_built_is_replayed_and_stands_in_the_url(screen: Tab):
     assert screen.page.locator(".st-key-policy input").input_value() == "tova/group=head"
     assert csv_of(screen, "summary")[0]["policy"] == "tova/group=head/budget=10%"
     with_url = screen.page.url
-    screen.go("", trace=MULTI)
+    screen.go("trace", trace=MULTI)
     screen.page.goto(with_url)
     screen.settle()
     assert screen.page.locator(".st-key-policy input").input_value() == "tova/group=head"
@@ -76,7 +76,7 @@ def test_an_uploaded_npz_is_imported_and_replayed(screen: Tab, tmp_path: Path):
         scores[step] /= scores[step].sum(axis=-1, keepdims=True)
     file = tmp_path / "mine.npz"
     np.savez(file, scores=scores, prompt_length=32)
-    screen.go("", trace="upload", policy="cumulative", others="")
+    screen.go("trace", trace="upload", policy="cumulative", others="")
     screen.page.locator('input[type="file"]').set_input_files(file)
     screen.page.get_by_role("heading", name="mine").wait_for()
     screen.settle()
@@ -98,7 +98,7 @@ def test_a_bad_upload_is_refused_and_the_app_goes_on(screen: Tab, tmp_path: Path
     else:
         with open(file, "wb") as hole:
             os.truncate(hole.fileno(), 2 * 2**30)
-    screen.go("", trace="upload", others="")
+    screen.go("trace", trace="upload", others="")
     screen.page.locator('input[type="file"]').set_input_files(file)
     refusal = {"garbage": "bad.npz", "objects": "object", "huge": "200"}[kind]
     screen.page.locator('[data-testid="stAlert"], [data-testid="stFileUploader"]').filter(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -71,12 +72,9 @@ class Tab:
     address: str
     complaints: list[str] = field(default_factory=list)
 
-    def go(self, path: str = "", **parameters: str) -> None:
+    def go(self, page: str, **parameters: str) -> None:
         """Open a page of the explorer, with parameters as in a shared URL, and wait until it stands."""
-        from urllib.parse import urlencode
-
-        query = f"?{urlencode(parameters)}" if parameters else ""
-        self.page.goto(f"{self.address}/{path}{query}")
+        self.page.goto(f"{self.address}/?{urlencode({'page': page, **parameters})}")
         self.settle()
 
     def settle(self) -> None:
@@ -88,8 +86,6 @@ class Tab:
 
     def parameters(self) -> dict[str, str]:
         """Give the parameters in the address bar."""
-        from urllib.parse import parse_qsl, urlsplit
-
         return dict(parse_qsl(urlsplit(self.page.url).query))
 
     def enter(self, key: str, text: str) -> None:

@@ -12,8 +12,9 @@ LONG = str(SAMPLES / "smollm2-long-64")
 
 def open_page(page: str, *, trace: str = NEEDLE, **parameters: str) -> AppTest:
     """Run a page as a shared URL with these parameters would show it."""
-    app = AppTest.from_string(f"from kvsim_explorer.main import main\nmain({page!r})", default_timeout=120)
+    app = AppTest.from_string("from kvsim_explorer.main import main\nmain()", default_timeout=120)
     app.query_params["trace"] = trace
+    app.query_params["page"] = page
     for name, value in parameters.items():
         app.query_params[name] = value
     return app.run()
