@@ -29,7 +29,7 @@ class Engine(Protocol):
         """Give one outcome for each plan, in order."""
 
 
-ENGINES = {"cpu": "kvsim.engines.cpu", "reference": "kvsim.engines.reference"}
+ENGINES = {"cpu": "kvsim.engines.cpu", "gpu": "kvsim.engines.gpu", "reference": "kvsim.engines.reference"}
 """Name and module of each engine; a module is imported when its engine is first asked for."""
 
 DEFAULT_ENGINE = "cpu"

@@ -1,0 +1,474 @@
+"""The kernel that runs every plan, with its state in global memory: any length, any scores, shadow mode."""
+
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator, name-defined"
+
+import triton
+import triton.language as tl
+
+from kvsim_kernels.replay.common import (
+    COSINE,
+    FIELDS,
+    NEVER,
+    column_sums,
+    eviction_key,
+    kth_key,
+    kth_stored_key,
+    target,
+)
+from kvsim_kernels.replay.scores import layer_scores
+
+__all__ = ["replay_general"]
+
+_AT = {name: tl.constexpr(column) for column, name in enumerate(FIELDS)}
+WIDTH = tl.constexpr(len(FIELDS))
+BUDGET, N_SINK, N_RECENT, PLAN, ELEMENT = (_AT[name] for name in FIELDS[:5])
+COEFFICIENTS, COEFFICIENT_STEP, RESET, SOURCE, QUERIES, WEIGHT = (_AT[name] for name in FIELDS[5:11])
+RING, WINDOW, POOL, RESCUE = (_AT[name] for name in FIELDS[11:])
+
+
+@triton.jit
+def _cut(keys, n, k, position_bits, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr):
+    if ONE_BLOCK:
+        j = tl.arange(0, BLOCK)
+        cut = kth_key(tl.load(keys + j, mask=j < n, other=NEVER), k, position_bits)
+    else:
+        cut = kth_stored_key(keys, n, k, position_bits, BLOCK)
+    return cut
+
+
+@triton.jit
+def _update(
+    m,
+    s,
+    pos,
+    n,
+    total,
+    low,
+    layer,
+    a,
+    b,
+    reset,
+    slot,
+    peak,
+    ENTROPY: tl.constexpr,
+    PIVOTAL: tl.constexpr,
+    SIGNED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    RESCUED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Finish a layer's scores, whose sum and minimum are given, and let them change the state or the window."""
+    share = tl.full([], 1.0, tl.float64)
+    later = tl.where(layer > 0, n, 0)
+    if ENTROPY:
+        h = tl.zeros([BLOCK], tl.float64)
+        for start in range(0, n, BLOCK):
+            j = start + tl.arange(0, BLOCK)
+            x = tl.load(s + j, mask=j < n, other=0.0)
+            p = tl.where(x > 0, x / tl.where(total > 0, total, 1.0), 1.0)
+            h -= p * tl.log(p)
+        if n > 1:
+            share = tl.sum(h, axis=0) / tl.log(n.to(tl.float64))
+    for start in range(0, n, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        here = j < n
+        i = tl.load(pos + j, mask=here, other=0)
+        x = tl.load(s + j, mask=here, other=0.0) * share
+        if PIVOTAL:
+            x = (x > total * share / n * (1 + 1e-9)).to(tl.float64)
+        elif SIGNED:
+            x -= low * share
+        if RESCUED:
+            before = tl.load(peak + i, mask=j < later, other=float("-inf"))
+            tl.store(peak + i, tl.maximum(before, x), mask=here)
+        if WINDOWED:
+            tl.store(slot + i, tl.load(slot + i, mask=j < later, other=0.0) + x, mask=here)
+        else:
+            v = tl.load(m + j, mask=j < tl.where(reset != 0, later, n), other=0.0)
+            tl.store(m + j, a * v + b * x, mask=here)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _keys(m, pos, guard, keys, n, pool, n_sink, n_recent, RESCUED: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the key of each of the n states, pooled over neighbours; give how many may be evicted."""
+    newest = tl.load(pos + n - 1)
+    count = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, n, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        here = j < n
+        i = tl.load(pos + j, mask=here, other=0)
+        rank = tl.load(m + j, mask=here, other=0.0)
+        for shift in range(1, pool // 2 + 1):
+            rank = tl.maximum(rank, tl.load(m + j - shift, mask=here & (j >= shift), other=float("-inf")))
+            rank = tl.maximum(rank, tl.load(m + j + shift, mask=j + shift < n, other=float("-inf")))
+        free = here & (i >= n_sink) & (i <= newest - n_recent)
+        if RESCUED:
+            free = free & (tl.load(guard + i, mask=here, other=0) == 0)
+        tl.store(keys + j, eviction_key(rank, i, free), mask=here)
+        count += free.to(tl.int32)
+    tl.debug_barrier()
+    return tl.sum(count, axis=0)
+
+
+@triton.jit
+def _guard(
+    due, peak, pos, guard, keys, n, count, n_sink, n_recent, position_bits, BLOCK: tl.constexpr, ONE_BLOCK: tl.constexpr
+):
+    """Guard the `count` unprotected positions with the highest peaks, if that is due."""
+    if due:
+        newest = tl.load(pos + n - 1)
+        number = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, n, BLOCK):
+            j = start + tl.arange(0, BLOCK)
+            here = j < n
+            i = tl.load(pos + j, mask=here, other=0)
+            free = here & (i >= n_sink) & (i <= newest - n_recent)
+            tl.store(keys + j, eviction_key(tl.load(peak + i, mask=here, other=0.0), i, free), mask=here)
+            number += free.to(tl.int32)
+        tl.debug_barrier()
+        lost = tl.sum(number, axis=0) - count
+        cut = tl.full([], -1, tl.int64)
+        if lost > 0:
+            cut = _cut(keys, n, lost - 1, position_bits, BLOCK, ONE_BLOCK)
+        for start in range(0, n, BLOCK):
+            j = start + tl.arange(0, BLOCK)
+            key = tl.load(keys + j, mask=j < n, other=NEVER)
+            i = tl.load(pos + j, mask=j < n, other=0)
+            tl.store(guard + i, (key > cut).to(tl.uint8), mask=(key < NEVER) & (j < n))
+        tl.debug_barrier()
+
+
+@triton.jit
+def _tied(keys, n, cut, BLOCK: tl.constexpr):
+    """Count the positions with the float32 state of the cut, 0 unless some of them stay."""
+    equal, stay = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, n, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        key = tl.load(keys + j, mask=j < n, other=NEVER)
+        same = (key >> 31) == (cut >> 31)
+        equal += same.to(tl.int32)
+        stay += (same & (key > cut)).to(tl.int32)
+    return tl.where(tl.sum(stay, axis=0) > 0, tl.sum(equal, axis=0), 0)
+
+
+@triton.jit
+def _compact(m, pos, keys, n, cut, evicted_at, step, BLOCK: tl.constexpr):
+    """Evict what is not above the cut, and close the gaps that it leaves."""
+    kept = tl.full([], 0, tl.int32)
+    for start in range(0, n, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        here = j < n
+        gone = tl.load(keys + j, mask=here, other=NEVER) <= cut
+        i = tl.load(pos + j, mask=here, other=0)
+        v = tl.load(m + j, mask=here, other=0.0)
+        tl.store(evicted_at + i, step, mask=gone)
+        stays = (here & (gone == 0)).to(tl.int32)
+        place = kept + tl.cumsum(stays, axis=0) - 1
+        kept += tl.sum(stays, axis=0)
+        tl.debug_barrier()
+        tl.store(pos + place, i, mask=stays != 0)
+        tl.store(m + place, v, mask=stays != 0)
+    tl.debug_barrier()
+    return kept
+
+
+@triton.jit
+def _mark(keys, n, cut, member, history, BLOCK: tl.constexpr):
+    """Mark the set of a shadow step; give how many it has, and how many of them the set before had."""
+    now, both = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, n, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        here = j < n
+        stays = here & (tl.load(keys + j, mask=here, other=0) > cut)
+        # The newest position is marked as a member, but was none.
+        before = tl.load(member + j, mask=here & (j < n - 1), other=0)
+        now += stays.to(tl.int32)
+        both += (stays & (before != 0)).to(tl.int32)
+        tl.store(member + j, stays.to(tl.uint8), mask=here)
+        tl.store(history + j, stays.to(tl.uint8), mask=here)
+    tl.debug_barrier()
+    return tl.sum(now, axis=0), tl.sum(both, axis=0)
+
+
+@triton.jit
+def replay_general(
+    rows,
+    bases,
+    stride,
+    scale,
+    depth,
+    heads,
+    kv_heads,
+    dim,
+    prompt,
+    steps,
+    first_program,
+    first_step,
+    last_step,
+    position_bits,
+    programs,
+    batch,
+    a,
+    b,
+    scored,
+    evicts,
+    source,
+    queries,
+    weight,
+    sizes,
+    pos,
+    m,
+    keys,
+    s,
+    factor,
+    share,
+    ring,
+    peak,
+    guard,
+    member,
+    evicted_at,
+    kept_mass,
+    ties,
+    retained,
+    both,
+    history,
+    KIND: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    HIGHEST: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    PIVOTAL: tl.constexpr,
+    SIGNED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    RESCUED: tl.constexpr,
+    LAYERWISE: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    SHADOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Replay one retention group of one plan over the steps first_step..last_step - 1; step 0 is before the first.
+
+    Parameters
+    ----------
+    rows, bases, stride, scale
+        Token-major rows: the elements of step t's position i start at ``bases[t - 1] + i * stride``.
+    depth, heads, kv_heads, dim : int
+        Layers of a group, query and KV heads of a group's layer, size of a vector.
+    prompt, steps, position_bits : int
+        L0, T, and the bits of a position.
+    programs : int64 [N, len(FIELDS)]
+        What each program runs; see `kvsim_kernels.replay.common.FIELDS`.
+    batch : float64 [N]
+        Share that an overflow evicts, 0 for none.
+    a, b : float64
+        Coefficients, K for each step or for all.
+    scored : uint8 [P, T]
+    evicts : uint8 [P, T + 1]
+    source, queries, weight : float64
+        ``static`` scores [K, L], vectors [K, Hk, L, d]; queries [T, K, Hk, d]; weights [L, K, Hk].
+    sizes : int32 [N, 3]
+        Positions held, scored steps so far, whether a rescue has happened; carried from launch to launch as are the
+        arrays up to `evicted_at`.
+    pos, m, keys, s : [N, L]
+        Positions held, ascending, and their state; work space.
+    factor, share : [N, ...]
+        Work space of depth * heads and of depth * kv_heads + kv_heads * dim elements.
+    ring, peak, guard, member
+        [N, W, L], [N, L] scores of a window, highest layer scores, guarded positions, members of a shadow set.
+    evicted_at, kept_mass, ties, retained, both, history
+        The answers: [N, L]; [N, T] each, the mass still unscaled; in shadow mode [N, T, L].
+    """
+    program = tl.program_id(0).to(tl.int64) + first_program
+    field = programs + program * WIDTH
+    positions = prompt + steps
+    budget = tl.load(field + BUDGET).to(tl.int32)
+    n_sink = tl.load(field + N_SINK).to(tl.int32)
+    n_recent = tl.load(field + N_RECENT).to(tl.int32)
+    window = tl.load(field + WINDOW).to(tl.int32)
+    pool = tl.load(field + POOL).to(tl.int32)
+    rescue = tl.load(field + RESCUE).to(tl.int32)
+    reset = tl.load(field + RESET)
+    element = tl.load(field + ELEMENT)
+    coefficient_step = tl.load(field + COEFFICIENT_STEP)
+    part = tl.load(batch + program)
+    a += tl.load(field + COEFFICIENTS)
+    b += tl.load(field + COEFFICIENTS)
+    scored += tl.load(field + PLAN) * steps
+    evicts += tl.load(field + PLAN) * (steps + 1)
+    source += tl.load(field + SOURCE)
+    queries += tl.load(field + QUERIES)
+    weight += tl.load(field + WEIGHT)
+    ring += tl.load(field + RING)
+    pos += program * positions
+    m += program * positions
+    keys += program * positions
+    s += program * positions
+    peak += program * positions
+    guard += program * positions
+    member += program * positions
+    evicted_at += program * positions
+    factor += program * depth * heads
+    share += program * (depth * kv_heads + kv_heads * dim)
+    kept_mass += program * steps
+    ties += program * steps
+    retained += program * steps
+    both += program * steps
+    history += program * steps * positions
+    n = tl.load(sizes + program * 3)
+    updates = tl.load(sizes + program * 3 + 1)
+    rescued = tl.load(sizes + program * 3 + 2)
+    wide = tl.full([], 0, tl.int64)
+
+    for step in range(first_step, last_step):
+        if step > 0:
+            t = step - 1
+            tl.store(pos + n, prompt + t)
+            tl.store(m + n, 0.0)
+            if SHADOW:
+                tl.store(member + n, 1)
+            n += 1
+            tl.debug_barrier()
+            base = tl.load(bases + t) + element
+            seen = column_sums(rows, base, stride, depth * heads, pos, n, member, factor, RENORMALISE, SHADOW, TILE)
+            tl.store(kept_mass + t, seen)
+            if tl.load(scored + t) != 0:
+                at = t * coefficient_step
+                if WEIGHTED:
+                    column_sums(weight, 0, depth * kv_heads, depth * kv_heads, pos, n, member, share, True, False, TILE)
+                if LAYERWISE:
+                    for layer in range(depth):
+                        if KIND == COSINE:
+                            for kv in range(kv_heads):
+                                vectors = source + (wide + layer * kv_heads + kv) * positions * dim
+                                column_sums(vectors, 0, dim, dim, pos, n, member, share + kv * dim, False, False, TILE)
+                        total = tl.zeros([BLOCK], tl.float64)
+                        low = tl.full([BLOCK], float("inf"), tl.float64)
+                        for start in range(0, n, BLOCK):
+                            j = start + tl.arange(0, BLOCK)
+                            i = tl.load(pos + j, mask=j < n, other=0).to(tl.int64)
+                            x = layer_scores(
+                                rows,
+                                base + i * stride,
+                                i,
+                                layer,
+                                depth,
+                                heads,
+                                kv_heads,
+                                dim,
+                                positions,
+                                scale,
+                                factor,
+                                source,
+                                queries + (wide + t) * depth * kv_heads * dim,
+                                weight,
+                                share,
+                                n,
+                                j < n,
+                                KIND,
+                                WEIGHTED,
+                                RENORMALISE,
+                                HIGHEST,
+                            )
+                            tl.store(s + j, x, mask=j < n)
+                            total += tl.where(j < n, x, 0.0)
+                            low = tl.minimum(low, tl.where(j < n, x, float("inf")))
+                        tl.debug_barrier()
+                        _update(
+                            m,
+                            s,
+                            pos,
+                            n,
+                            tl.sum(total, axis=0),
+                            tl.min(low, axis=0),
+                            layer,
+                            tl.load(a + at + layer),
+                            tl.load(b + at + layer),
+                            reset,
+                            ring + (updates % tl.maximum(window, 1)) * positions,
+                            peak,
+                            ENTROPY,
+                            PIVOTAL,
+                            SIGNED,
+                            WINDOWED,
+                            RESCUED,
+                            BLOCK,
+                        )
+                    if WINDOWED:
+                        for start in range(0, n, BLOCK):
+                            j = start + tl.arange(0, BLOCK)
+                            i = tl.load(pos + j, mask=j < n, other=0)
+                            v = tl.zeros([BLOCK], tl.float64)
+                            for w in range(window):
+                                v += tl.load(ring + w * positions + i, mask=j < n, other=0.0)
+                            tl.store(m + j, v, mask=j < n)
+                else:
+                    for start in range(0, n, BLOCK):
+                        j = start + tl.arange(0, BLOCK)
+                        i = tl.load(pos + j, mask=j < n, other=0).to(tl.int64)
+                        v = tl.load(m + j, mask=j < tl.where(reset != 0, 0, n), other=0.0)
+                        for layer in range(depth):
+                            x = layer_scores(
+                                rows,
+                                base + i * stride,
+                                i,
+                                layer,
+                                depth,
+                                heads,
+                                kv_heads,
+                                dim,
+                                positions,
+                                scale,
+                                factor,
+                                source,
+                                queries + (wide + t) * depth * kv_heads * dim,
+                                weight,
+                                share,
+                                n,
+                                j < n,
+                                KIND,
+                                WEIGHTED,
+                                RENORMALISE,
+                                HIGHEST,
+                            )
+                            v = tl.load(a + at + layer) * v + tl.load(b + at + layer) * x
+                        tl.store(m + j, v, mask=j < n)
+                updates += 1
+            elif n > 1:
+                total = tl.zeros([BLOCK], tl.float64)
+                for start in range(0, n - 1, BLOCK):
+                    j = start + tl.arange(0, BLOCK)
+                    total += tl.load(m + j, mask=j < n - 1, other=0.0)
+                tl.store(m + n - 1, tl.sum(total, axis=0) / (n - 1))
+            tl.debug_barrier()
+
+        cut = tl.full([], -1, tl.int64)
+        tied = tl.full([], 0, tl.int32)
+        over = n > budget
+        acts = step > 0
+        if not SHADOW:
+            acts = over & (tl.load(evicts + step) != 0)
+        if acts:
+            if RESCUED:
+                due = over & (rescued == 0) & (step > 0)
+                _guard(due, peak, pos, guard, keys, n, rescue, n_sink, n_recent, position_bits, BLOCK, ONE_BLOCK)
+                rescued = tl.where(due, 1, rescued)
+            free = _keys(m, pos, guard, keys, n, pool, n_sink, n_recent, RESCUED, BLOCK)
+            excess = tl.minimum(n - target(n, budget, part), free)
+            if excess > 0:
+                cut = _cut(keys, n, excess - 1, position_bits, BLOCK, ONE_BLOCK)
+                tied = _tied(keys, n, cut, BLOCK)
+                if not SHADOW:
+                    n = _compact(m, pos, keys, n, cut, evicted_at, step, BLOCK)
+        if step > 0:
+            tl.store(ties + step - 1, tied)
+            if SHADOW:
+                now, common = _mark(keys, n, cut, member, history + (wide + step - 1) * positions, BLOCK)
+                tl.store(retained + step - 1, now)
+                tl.store(both + step - 1, common)
+            else:
+                tl.store(retained + step - 1, n)
+    tl.store(sizes + program * 3, n)
+    tl.store(sizes + program * 3 + 1, updates)
+    tl.store(sizes + program * 3 + 2, rescued)
