@@ -24,7 +24,7 @@ from kvsim.plan import Plan
 from kvsim.policy import parse
 from kvsim.version import __version__
 
-__all__ = ["bench_large", "bench_replay", "check_install", "machine"]
+__all__ = ["bench_large", "bench_replay", "check_install", "machine", "write_recording"]
 
 SELF_CHECK = ("single", "ema:0.8", "cumulative/group=layer", "ema:0.8/refresh=3", "ema:0.8/protect=sink:2+recent:2")
 
@@ -71,8 +71,8 @@ def bench_replay(
     check_install(directory)
     root = Path(directory)
     rng = np.random.default_rng(0)
-    scores = _write(root / "scores", rng, steps, layers, 1, prompt)
-    per_head = _write(root / "heads", rng, max(1, steps // 8), layers, heads, prompt)
+    scores = write_recording(root / "scores", rng, steps, layers, 1, prompt)
+    per_head = write_recording(root / "heads", rng, max(1, steps // 8), layers, heads, prompt)
     rules = [f"ema:{alpha:.3f}" for alpha in np.linspace(0, 0.98, max(policies))]
     work: list[tuple[str, str, Trace, int, bool]] = [("reference", "exact", scores, 1, True)]
     work += [("cpu", mode, scores, count, True) for mode in ("fast", "exact") for count in policies]
@@ -170,7 +170,7 @@ def check_install(directory: str | Path) -> None:
     """
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         for heads in (1, 4):
-            trace = _write(Path(scratch) / f"check{heads}", np.random.default_rng(1), 24, 5, heads, 60)
+            trace = write_recording(Path(scratch) / f"check{heads}", np.random.default_rng(1), 24, 5, heads, 60)
             for text in SELF_CHECK:
                 plan = parse(text).with_budget(Budget(8)).plan(trace)
                 (want,) = get_engine("reference")(trace, [plan])
@@ -217,8 +217,18 @@ def _manifest(steps: int, layers: int, heads: int, prompt: int) -> Manifest:
     )
 
 
-def _write(path: Path, rng: np.random.Generator, steps: int, layers: int, heads: int, prompt: int) -> Trace:
-    """Write a recording whose tokens have a slowly changing worth of their own, seen through noise."""
+def write_recording(path: Path, rng: np.random.Generator, steps: int, layers: int, heads: int, prompt: int) -> Trace:
+    """Write a recording whose tokens have a slowly changing worth of their own, seen through noise.
+
+    Parameters
+    ----------
+    path : Path
+        Where; a `scores` capture with one head, else a `heads` one.
+    rng : Generator
+        Where the numbers come from.
+    steps, layers, heads, prompt : int
+        T, K, H and L0.
+    """
     positions = prompt + steps
     worth = rng.normal(size=positions).astype(np.float32)
     noise = rng.normal(scale=0.5, size=(layers, heads, 2 * positions)).astype(np.float32)

@@ -33,6 +33,7 @@ ENGINES = {"cpu": "kvsim.engines.cpu", "gpu": "kvsim.engines.gpu", "reference": 
 """Name and module of each engine; a module is imported when its engine is first asked for."""
 
 DEFAULT_ENGINE = "cpu"
+"""What runs unless another is named: ``gpu`` is never chosen on its own, and ``cpu`` runs on any machine."""
 
 
 def get_engine(name: str) -> Engine:
@@ -42,8 +43,13 @@ def get_engine(name: str) -> Engine:
     ------
     PolicyError
         On an unknown name; the message lists the engines there are.
+    KvsimError
+        If the machine lacks what the engine runs on.
     """
     if name not in ENGINES:
         raise unknown_name("engine", name, ENGINES)
-    engine: Engine = importlib.import_module(ENGINES[name]).run_many
+    module = importlib.import_module(ENGINES[name])
+    if hasattr(module, "check"):
+        module.check()
+    engine: Engine = module.run_many
     return engine

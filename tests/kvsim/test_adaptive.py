@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from cases import random_attention, write_trace
+from cases import CPU_ENGINES, random_attention, write_trace
 from typer.testing import CliRunner
 
 import kvsim
@@ -13,7 +13,6 @@ from kvsim.adaptation import adaptation, fixed_beside, hindsight
 from kvsim.cli import app
 from kvsim.control import Moment
 from kvsim.controls.noise import GRID, least_risk, risk
-from kvsim.engines import ENGINES
 from kvsim.engines.reference import settle
 from kvsim.policies.adaptive import Adaptive
 from kvsim.policies.ema import Ema
@@ -220,7 +219,7 @@ def test_the_drift_of_irreversible_eviction_is_arithmetic(tmp_path):
 
 @pytest.mark.parametrize("group", ["shared", "layer", "head"])
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", CPU_ENGINES)
 def test_odd_recordings(tmp_path, engine, how, group):
     flat = np.zeros((6, 2, 2, 14), np.float32)
     for t in range(6):

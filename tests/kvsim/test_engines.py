@@ -2,15 +2,14 @@
 
 import numpy as np
 import pytest
-from cases import NEEDS_HEADS, NEEDS_KEYS, POLICIES, write_trace
+from cases import CPU_ENGINES, NEEDS_HEADS, NEEDS_KEYS, POLICIES, write_trace
 
 import kvsim
-from kvsim.engines import ENGINES
 
-OTHERS = sorted(set(ENGINES) - {"reference"})
+OTHERS = sorted(set(CPU_ENGINES) - {"reference"})
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", CPU_ENGINES)
 def test_the_cosines_of_two_keys_to_their_mean_are_equal(tmp_path, engine):
     """With one token kept there are two to choose from, as unlike their mean as each other: the newest stays."""
     trace = write_trace(tmp_path / "t", capture="qk", prompt=2, steps=30, head_dim=16)
@@ -20,7 +19,7 @@ def test_the_cosines_of_two_keys_to_their_mean_are_equal(tmp_path, engine):
     assert result.steps["ties"].to_list()[1:] == [2.0] * 29
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", CPU_ENGINES)
 def test_equal_scores_are_never_pivotal(tmp_path, engine):
     rows = np.zeros((20, 3, 1, 21), np.float32)
     for t in range(20):

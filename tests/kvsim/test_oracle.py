@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from cases import SAMPLES, write_trace
+from cases import CPU_ENGINES, SAMPLES, write_trace
 from typer.testing import CliRunner
 
 import kvsim
 from kvsim import oracle
 from kvsim.bench_oracle import drifting
 from kvsim.cli import app
-from kvsim.engines import ENGINES
 from kvsim.oracles import exact, prices
 from kvsim.oracles.problem import Problem
 from kvsim.plan import GROUP_KINDS
@@ -108,7 +107,7 @@ def test_the_gap_over_time_sums_to_the_gap(tmp_path, group):
     assert own.policy == pytest.approx(own.optimum, abs=1e-12)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", CPU_ENGINES)
 @pytest.mark.parametrize("group", GROUP_KINDS)
 @pytest.mark.parametrize("method", oracle.METHODS)
 def test_what_is_replayed_is_the_schedule(tmp_path, method, group, engine):

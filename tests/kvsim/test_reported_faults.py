@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from cases import random_attention, write_trace
+from cases import CPU_ENGINES, random_attention, write_trace
 
 import kvsim
-from kvsim.engines import ENGINES
 
-each_engine = pytest.mark.parametrize("engine", ENGINES)
+each_engine = pytest.mark.parametrize("engine", CPU_ENGINES)
 
 
 def replay(trace, policy, engine, **options):

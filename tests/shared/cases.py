@@ -8,6 +8,11 @@ import numpy.typing as npt
 from kvsim_traces import Trace, TraceWriter, open_trace
 from kvsim_traces.manifest import LayerInfo, Manifest
 
+from kvsim.engines import ENGINES
+
+CPU_ENGINES = sorted(set(ENGINES) - {"gpu"})
+"""Engines that run every policy on any machine; test_gpu_engine.py has the other one run those that it can."""
+
 SAMPLES = Path(__file__).parents[2] / "traces" / "samples"
 
 # One line a policy.

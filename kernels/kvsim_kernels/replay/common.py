@@ -1,6 +1,6 @@
 """What both replay kernels are made of: keys, selection, sums over survivors, scores of a layer."""
 
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator, name-defined"
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -1,6 +1,6 @@
 """The kernel that runs every plan, with its state in global memory: any length, any scores, shadow mode."""
 
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator, name-defined"
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
@@ -183,6 +183,7 @@ def _mark(keys, n, cut, member, history, BLOCK: tl.constexpr):
         stays = here & (tl.load(keys + j, mask=here, other=0) > cut)
         # The newest position is marked as a member, but was none.
         before = tl.load(member + j, mask=here & (j < n - 1), other=0)
+        tl.debug_barrier()
         now += stays.to(tl.int32)
         both += (stays & (before != 0)).to(tl.int32)
         tl.store(member + j, stays.to(tl.uint8), mask=here)
@@ -191,7 +192,7 @@ def _mark(keys, n, cut, member, history, BLOCK: tl.constexpr):
     return tl.sum(now, axis=0), tl.sum(both, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("prompt", "steps", "first_program", "first_step", "last_step", "position_bits"))
 def replay_general(
     rows,
     bases,
@@ -455,7 +456,8 @@ def replay_general(
                 _guard(due, peak, pos, guard, keys, n, rescue, n_sink, n_recent, position_bits, BLOCK, ONE_BLOCK)
                 rescued = tl.where(due, 1, rescued)
             free = _keys(m, pos, guard, keys, n, pool, n_sink, n_recent, RESCUED, BLOCK)
-            excess = tl.minimum(n - target(n, budget, part), free)
+            stay = tl.minimum(n, budget) if SHADOW else target(n, budget, part)
+            excess = tl.minimum(n - stay, free)
             if excess > 0:
                 cut = _cut(keys, n, excess - 1, position_bits, BLOCK, ONE_BLOCK)
                 tied = _tied(keys, n, cut, BLOCK)

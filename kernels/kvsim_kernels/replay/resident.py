@@ -1,6 +1,6 @@
 """The kernel of linear rules that holds the survivors in registers: no memory traffic but their scores."""
 
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator, name-defined"
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
@@ -37,7 +37,7 @@ def _packed(words, record, scale, a, b, v, visible, WORDS: tl.constexpr, DTYPE: 
     return v, seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("prompt", "steps", "first_program", "first_step", "last_step", "position_bits"))
 def replay_resident(
     rows,
     words,

@@ -1,6 +1,6 @@
 """Scores of one layer at some positions, from any source, for the general kernel."""
 
-# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator, name-defined"
+# mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl

@@ -14,7 +14,7 @@ from kvsim_kernels.replay.kernel import replay_general, replay_resident
 from kvsim_traces import Trace
 
 from kvsim.engines.gpu.metrics import OutputErrors, RawMetrics, attention_reader
-from kvsim.engines.gpu.rows import Piece, device, pieces
+from kvsim.engines.gpu.rows import Piece, device, free_bytes, pieces
 from kvsim.engines.gpu.tables import Tables, bytes_of
 from kvsim.engines.gpu.variant import Variant, largest_visible
 from kvsim.engines.outcome import METRICS, Mode, Outcome, Progress
@@ -22,8 +22,8 @@ from kvsim.plan import Plan
 
 __all__ = ["run_batches"]
 
-BATCH_BYTES = 2**30
-"""Memory that the plans of one launch may take where Triton interprets; on a GPU it is half of what is free."""
+BATCH_BYTES = 2**40
+"""Most bytes that the plans of one launch may take, and never more than half of the free memory."""
 
 RESIDENT = 4096
 """Most positions that a program holds in registers."""
@@ -62,7 +62,7 @@ def _batches(
     trace: Trace, plans: Sequence[Plan], variant: Variant, members: list[int], shadow: bool
 ) -> list[list[int]]:
     """Split plans into batches that fit the memory, in order of how many positions they hold."""
-    limit = BATCH_BYTES if device().type == "cpu" else int(torch.cuda.mem_get_info()[0]) // 2
+    limit = min(BATCH_BYTES, free_bytes() // 2)
     batches: list[list[int]] = [[]]
     used = 0
     for i in sorted(members, key=lambda i: largest_visible(plans[i])):

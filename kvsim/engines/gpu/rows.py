@@ -13,10 +13,10 @@ from kvsim_traces import Trace
 
 from kvsim.engines.cpu.rows import Layout, TokenRows, token_rows
 
-__all__ = ["Piece", "device", "pieces", "release"]
+__all__ = ["Piece", "device", "free_bytes", "pieces", "release"]
 
 PIECE_BYTES = 2**40
-"""Most bytes of rows that are uploaded at once; never more than a third of the free memory."""
+"""Most bytes of rows that are uploaded at once, and never more than a third of the free memory."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def pieces(trace: Trace) -> Iterator[Piece]:
     release()
     rows, layout = token_rows(trace), Layout.of(trace)
     starts = layout.starts
-    limit = _limit() // rows.data.itemsize
+    limit = min(PIECE_BYTES, free_bytes() // 3) // rows.data.itemsize
     block = 0
     while block < layout.tokens.size:
         end = max(block + 1, int(np.searchsorted(starts, starts[block] + limit, side="right")) - 1)
@@ -87,10 +87,11 @@ def pieces(trace: Trace) -> Iterator[Piece]:
         block = end
 
 
-def _limit() -> int:
+def free_bytes() -> int:
+    """Say how much memory of the GPU is free, or held by PyTorch for reuse; without one, 1 GiB."""
     if device().type == "cpu":
-        return PIECE_BYTES
-    return min(PIECE_BYTES, int(torch.cuda.mem_get_info()[0]) // 3)
+        return 2**30
+    return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
 
 def _upload(rows: TokenRows, layout: Layout, steps: int, block: int, end: int) -> Piece:
