@@ -132,6 +132,23 @@ def test_equal_scores_keep_the_newest(tmp_path):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="too large for the interpreter")
+@pytest.mark.parametrize("shadow", [False, True], ids=["irreversible", "shadow"])
+@pytest.mark.parametrize("policy", FEW)
+def test_programs_of_many_warps_equal_the_numba_engine(wide, policy, shadow):
+    """What only threads that run at the same time could get wrong."""
+    plans = plans_of(wide, [policy, policy], budget=700)
+    (want,) = get_engine("cpu")(wide, plans[:1], shadow=shadow)
+    for got in get_engine("gpu")(wide, plans, shadow=shadow):
+        assert_equal(want, got, policy, 1e-6)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    return write_trace(tmp_path_factory.mktemp("wide") / "t", seed=35, steps=24, prompt=9000, layers=3)
+
+
 def test_fast_mode(traces):
     for kind in ("scores", "heads"):
         assert_as_reference(traces[kind], ["ema:0.8", "cumulative/group=layer"], mode="fast", tolerance=1e-5)

@@ -61,7 +61,7 @@ def run_batches(
 def _batches(
     trace: Trace, plans: Sequence[Plan], variant: Variant, members: list[int], shadow: bool
 ) -> list[list[int]]:
-    """Split plans into batches that fit the memory, in order of how many positions they hold."""
+    """Split plans into batches that fit the memory, in ascending order of how many positions they hold."""
     limit = min(BATCH_BYTES, free_bytes() // 2)
     batches: list[list[int]] = [[]]
     used = 0
@@ -83,6 +83,7 @@ class _Run:
     ) -> None:
         self.trace, self.plans, self.variant, self.shadow, self.mode = trace, plans, variant, shadow, mode
         self.groups = plans[0].groups
+        self.visible = [trace.num_positions if shadow else largest_visible(plan) for plan in plans]
         self.tables = Tables.of(trace, plans, variant, shadow=shadow)
         self.raw: RawMetrics | None = None
         self.errors: OutputErrors | None = None
@@ -102,17 +103,14 @@ class _Run:
         self._general(piece, 0, len(self.plans), first, min(last, 2), self.trace.num_positions)
         first = max(first, 2)
         if first < last:
-            held = [_block(min(largest_visible(plan), self.trace.num_positions)) for plan in self.plans]
-            start = 0
-            while start < len(held) and not self.shadow:
-                stop = start + held[start:].count(held[start])
-                visible = max(map(largest_visible, self.plans[start:stop]))
-                fits = self.variant.resident and visible <= RESIDENT
+            blocks = [_block(visible) for visible in self.visible]
+            for block in sorted(set(blocks)):
+                start = blocks.index(block)
+                stop = start + blocks.count(block)
+                visible = self.visible[stop - 1]
+                fits = self.variant.resident and not self.shadow and visible <= RESIDENT
                 launch = self._resident if fits else self._general
                 launch(piece, start, stop, first, last, visible)
-                start = stop
-            if self.shadow:
-                self._general(piece, 0, len(held), first, last, self.trace.num_positions)
         if self.raw is not None:
             self._measure(piece)
 
