@@ -16,6 +16,7 @@ from kvsim_traces import Trace
 
 from kvsim.engines.outcome import Progress
 from kvsim.errors import KvsimError
+from kvsim.held import held
 from kvsim.mass import group_rows
 from kvsim.plan import FloatArray, Groups
 from kvsim.result import Result
@@ -296,12 +297,12 @@ def dissect(results: Sequence[Result], trace: Trace, *, progress: Progress | Non
     after, gained = np.zeros(shape), np.zeros(shape)
     jaccard = np.empty((len(others), steps))
     for t in range(steps + 1):
-        held, rivals = _held(first, t), np.stack([_held(other, t) for other in others])
-        apart = held.astype(np.int8) - rivals
+        own, rivals = held(first, t), np.stack([held(other, t) for other in others])
+        apart = own.astype(np.int8) - rivals
         new = (apart != 0) & (parted < 0)
         parted[new], keeper[new] = t, apart[new]
         if t:
-            union, both = (held | rivals).sum(axis=2), (held & rivals).sum(axis=2)
+            union, both = (own | rivals).sum(axis=2), (own & rivals).sum(axis=2)
             jaccard[:, t - 1] = np.divide(both, union, out=np.ones(union.shape), where=union > 0).mean(axis=1)
             if progress is not None:
                 progress(t, steps)
@@ -348,18 +349,6 @@ def _check(results: list[Result], trace: Trace) -> None:
             )
         if result.policy in names[:index]:
             raise KvsimError(f"{result.policy} is given twice")
-
-
-def _held(result: Result, step: int) -> BoolArray:
-    """Give the retained sets after a step as [G, L0+T]; before the first step of the shadow mode, everything."""
-    end, retained = result.prompt_length + step, result.outcome.retained
-    held: BoolArray
-    if retained is not None:
-        held = retained[step - 1].copy() if step else np.ones(retained[0].shape, dtype=np.bool_)
-    else:
-        held = (result.evicted_at < 0) | (result.evicted_at > step)
-    held[:, end:] = False
-    return held
 
 
 def _until(a: Result, b: Result, keeper: IntArray) -> IntArray:

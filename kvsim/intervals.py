@@ -1,21 +1,30 @@
 """The trade-off over several recordings: means, bootstrap intervals, and the alpha that is best at each part."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
 from kvsim.alphas import at_edge
-from kvsim.errors import KvsimError
+from kvsim.errors import KvsimError, unknown_name
 from kvsim.policies.ema import Ema
 from kvsim.policy import Policy, parse
 from kvsim.tradeoff import PARTS, TradeOff
 
-__all__ = ["alpha_family", "best_alphas", "over_traces"]
+__all__ = ["BETTER", "alpha_family", "best_alphas", "best_alphas_by", "over_traces"]
 
 LEVEL = 0.95
 RESAMPLES = 2000
+BETTER: dict[str, Literal["more", "less"]] = {
+    "kept_mass": "more",
+    "raw_agreement": "more",
+    "raw_top_evicted": "less",
+    "newest_wronged": "less",
+    "output_error": "less",
+}
+"""Metrics of which more, or less, is better; of the others neither is."""
+
 TIE = 1e-12
 """Parts that differ by no more are equal: what lies between them is rounding."""
 
@@ -111,4 +120,46 @@ def best_alphas(rows: Sequence[TradeOff]) -> list[dict[str, Any]]:
             alphas = sorted(by_alpha)
             edges = {part: at_edge(winners[part], alphas) for part in PARTS}
             best.append({"policy": family, "h": h, "alphas": alphas, **winners, "at_edge": edges})
+    return best
+
+
+def best_alphas_by(rows: Sequence[Mapping[str, Any]], metric: str = "kept_mass") -> list[dict[str, Any]]:
+    """Say which alpha is best by a metric of replays of one recording.
+
+    Parameters
+    ----------
+    rows : sequence of mapping
+        Summaries of results (``Result.summary()``); those without an alpha or a value do not count.
+    metric : str
+        One of `BETTER`.
+
+    Returns
+    -------
+    list of dict
+        For each `ema` policy with at least two alphas: ``policy`` (its string with ``alpha`` for the number), the
+        ``alphas`` tried, ``best``, those that share the best value, ``value``, and ``at_edge``, whether an alpha beyond
+        those tried might do better.
+
+    Raises
+    ------
+    KvsimError
+        If neither more nor less of the metric is better, or the rows are of several recordings.
+    """
+    if metric not in BETTER:
+        raise unknown_name("metric with a best value", metric, BETTER)
+    if len({row["trace_hash"] for row in rows}) > 1:
+        raise KvsimError("the best alpha by a metric is that of one recording; the rows are of several")
+    families: dict[str, dict[float, float]] = {}
+    for row in rows:
+        found = alpha_family(parse(row["policy"]))
+        if found is not None and row[metric] is not None:
+            families.setdefault(found[0], {})[found[1]] = row[metric]
+    best = []
+    for family, values in families.items():
+        if len(values) > 1:
+            value = max(values.values()) if BETTER[metric] == "more" else min(values.values())
+            winners = sorted(alpha for alpha, own in values.items() if abs(own - value) <= TIE)
+            alphas = sorted(values)
+            row = {"policy": family, "alphas": alphas, "best": winners, "value": value}
+            best.append(row | {"at_edge": at_edge(winners, alphas)})
     return best

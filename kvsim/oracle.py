@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from kvsim_traces import Trace
 
+from kvsim.engines.outcome import Progress
 from kvsim.errors import KvsimError, unknown_name
 from kvsim.mass import group_rows
 from kvsim.oracles import exact, prices
@@ -23,7 +24,19 @@ from kvsim.plan import FloatArray, Groups
 if TYPE_CHECKING:
     from kvsim.result import Result
 
-__all__ = ["LARGEST_POOL", "METHODS", "Optimum", "OverTime", "comparable", "gap", "gap_over_time", "optimum"]
+__all__ = [
+    "LARGEST_POOL",
+    "METHODS",
+    "Optimum",
+    "OverTime",
+    "comparable",
+    "gap",
+    "gap_over_time",
+    "incomparable",
+    "optimum",
+    "share_missed",
+    "steps_of",
+]
 
 Method = Literal["future", "exact", "bound"]
 METHODS: tuple[Method, ...] = ("future", "exact", "bound")
@@ -61,7 +74,7 @@ class Optimum:
     @property
     def gap(self) -> float:
         """Share of the bound that the schedule may be short of the optimum, 0 if there is nothing to keep."""
-        return _gap(self.kept_mass, self.bound)
+        return share_missed(self.kept_mass, self.bound)
 
 
 @dataclass(frozen=True)
@@ -81,7 +94,14 @@ class OverTime:
 
 
 def optimum(
-    trace: Trace, groups: Groups, budgets: npt.ArrayLike, method: Method = "bound", *, pooled: bool = False
+    trace: Trace,
+    groups: Groups,
+    budgets: npt.ArrayLike,
+    method: Method = "bound",
+    *,
+    pooled: bool = False,
+    most: int | None = None,
+    progress: Progress | None = None,
 ) -> Optimum:
     """Work out what to keep of a recording when all of it is known.
 
@@ -98,6 +118,10 @@ def optimum(
     pooled : bool
         Let all groups share the sum of the budgets, divided anew at every step: no policy that allots budgets to groups
         (AdaKV, PyramidKV) can then keep more.
+    most : int, optional
+        Most variables that the linear program of an exact optimum may have.
+    progress : callable, optional
+        Called with (groups done, groups in all).
 
     Returns
     -------
@@ -105,10 +129,11 @@ def optimum(
 
     Raises
     ------
+    kvsim.oracles.exact.TooLargeError
+        If a linear program would have more variables.
     KvsimError
         If the method is unknown, a budget is below 1 or no whole number, there are not as many as groups, the recording
-        has no single heads and ``group=head`` needs them, its exact optimum would take too large a linear program, or
-        pooled budgets would take too much memory.
+        has no single heads and ``group=head`` needs them, or pooled budgets would take too much memory.
     """
     if method not in METHODS:
         raise unknown_name("method of 'oracle'", method, METHODS)
@@ -131,7 +156,7 @@ def optimum(
     with _lock:
         found = _known.get(key)
     if found is None:
-        found = _solve(trace, groups, per_group, method, pooled)
+        found = _solve(trace, groups, per_group, method, pooled, most, progress)
         with _lock:
             _known[key] = found
             while len(_known) > REMEMBERED:
@@ -141,7 +166,16 @@ def optimum(
 
 def comparable(result: "Result") -> bool:
     """Whether a result plays by the optimum's rules: it evicts for good, and keeps its budget after every step."""
-    return result.mode == "irreversible" and bool(result.plan.evicts[1:].all())
+    return not incomparable(result)
+
+
+def incomparable(result: "Result") -> str:
+    """Say why a result does not play by the optimum's rules; an empty string where it does."""
+    if result.mode == "shadow":
+        return "a shadow result evicts nothing; its sets can return, the optimum's cannot"
+    if not result.plan.evicts[1:].all():
+        return "when=prefill lets the cache grow; the optimum keeps its budget"
+    return ""
 
 
 def gap(result: "Result", trace: Trace, method: Literal["exact", "bound"] = "bound", *, pooled: bool = False) -> float:
@@ -170,7 +204,7 @@ def gap(result: "Result", trace: Trace, method: Literal["exact", "bound"] = "bou
     """
     best = _rival(result, trace, method, pooled)
     kept = result.outcome.metrics["kept_mass"]
-    return _gap(float(kept.mean()), best.kept_mass if method == "exact" else best.bound)
+    return share_missed(float(kept.mean()), best.kept_mass if method == "exact" else best.bound)
 
 
 def gap_over_time(
@@ -182,13 +216,24 @@ def gap_over_time(
     `Optimum.gap`.
     """
     best = _rival(result, trace, method, pooled)
+    return OverTime(result.outcome.metrics["kept_mass"].copy(), steps_of(best, trace, result.plan.groups))
+
+
+def steps_of(best: Optimum, trace: Trace, groups: Groups) -> FloatArray:
+    """Give the kept mass of an optimum's feasible schedule at each step, averaged over its groups, [T]."""
     found = np.empty(trace.num_steps)
     for t in range(1, trace.num_steps + 1):
-        rows = group_rows(trace, result.plan.groups, t)
+        rows = group_rows(trace, groups, t)
         seen = best.last[:, : rows.shape[1]] >= t - 1
         seen[:, -1] = True
         found[t - 1] = rows[seen].sum() / len(rows)
-    return OverTime(result.outcome.metrics["kept_mass"].copy(), found)
+    return found
+
+
+def share_missed(kept: float, best: float) -> float:
+    """Give ``1 - kept / best``, 0 where there is no mass to keep or the difference is one of rounding."""
+    missed = 1 - kept / best if best > 0 else 0.0
+    return 0.0 if abs(missed) < ROUNDING else missed
 
 
 def _rival(result: "Result", trace: Trace, method: Literal["exact", "bound"], pooled: bool) -> Optimum:
@@ -196,22 +241,30 @@ def _rival(result: "Result", trace: Trace, method: Literal["exact", "bound"], po
         raise unknown_name("method of an oracle gap", method, ("exact", "bound"))
     if result.trace_hash != trace.hash:
         raise KvsimError(f"{result.policy}: is a replay of {result.trace_name}, not of {trace.path}")
-    if result.mode == "shadow":
-        raise KvsimError(f"{result.policy}: a shadow result evicts nothing; its sets can return, the optimum's cannot")
-    if not comparable(result):
-        raise KvsimError(f"{result.policy}: when=prefill lets the cache grow; the optimum keeps its budget")
+    if why := incomparable(result):
+        raise KvsimError(f"{result.policy}: {why}")
     return optimum(trace, result.plan.groups, result.plan.budgets, method, pooled=pooled)
 
 
-def _solve(trace: Trace, groups: Groups, budgets: npt.NDArray[np.int64], method: Method, pooled: bool) -> Optimum:
+def _solve(
+    trace: Trace,
+    groups: Groups,
+    budgets: npt.NDArray[np.int64],
+    method: Method,
+    pooled: bool,
+    most: int | None,
+    progress: Progress | None,
+) -> Optimum:
     last, values, bounds = [], [], []
     parts = problems(trace, groups, budgets)
     for problem in [pool(list(parts))] if pooled else parts:
-        priced = exact.solve(problem) if method == "exact" else prices.price(problem)
+        priced = exact.solve(problem, most) if method == "exact" else prices.price(problem)
         schedule = prices.greedy(problem) if method == "future" else priced.last
         last.append(_to_the_end(schedule, problem, trace.num_steps))
         values.append(problem.value(schedule))
         bounds.append(max(priced.bound, values[-1] * (1 + prices.SLACK)))
+        if progress is not None:
+            progress(len(last), 1 if pooled else groups.count)
     share = 1 / (trace.num_steps * groups.count)
     return Optimum(np.concatenate(last).reshape(groups.count, -1), sum(values) * share, sum(bounds) * share)
 
@@ -219,11 +272,6 @@ def _solve(trace: Trace, groups: Groups, budgets: npt.NDArray[np.int64], method:
 def _to_the_end(last: npt.NDArray[np.int64], problem: Problem, steps: int) -> npt.NDArray[np.int64]:
     """Keep what the last query sees: after the last step there is nothing to choose by."""
     return np.where((last == problem.num_sets) & (problem.born <= last), steps, last)
-
-
-def _gap(kept: float, best: float) -> float:
-    missed = 1 - kept / best if best > 0 else 0.0
-    return 0.0 if abs(missed) < ROUNDING else missed
 
 
 _known: "OrderedDict[tuple[object, ...], Optimum]" = OrderedDict()

@@ -14,6 +14,7 @@ from kvsim.charts.bars import decode_composition, tradeoff
 from kvsim.charts.curves import alpha_sensitivity, budget_curves, quality_cost
 from kvsim.charts.files import save
 from kvsim.charts.grids import needle_grid
+from kvsim.charts.heads import kept_by_head, mass_by_layer
 from kvsim.charts.lines import attended_pairs, churn, kept_mass, timeline
 from kvsim.charts.loops import fidelity, prediction
 from kvsim.charts.maps import evictions, reference_utility, retention
@@ -33,7 +34,9 @@ __all__ = [
     "evictions",
     "fidelity",
     "in_notebooks",
+    "kept_by_head",
     "kept_mass",
+    "mass_by_layer",
     "memory_weights",
     "needle_grid",
     "oracle_gap",

@@ -10,6 +10,7 @@ __all__ = ["family_of", "name_of", "without_budget"]
 
 NAMES = {
     "kept_mass": ("Kept mass", "kept mass (share of a query's attention)"),
+    "kept_fraction": ("Kept fraction", "kept fraction (share of the positions so far)"),
     "churn": ("Churn of the retained set", "churn (1 − Jaccard with the step before)"),
     "shadow_churn": ("Churn without eviction", "shadow churn (1 − Jaccard with the step before)"),
     "raw_churn": ("Churn of the raw top-B", "raw churn (1 − Jaccard with the step before)"),

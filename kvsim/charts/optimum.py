@@ -27,7 +27,8 @@ def oracle_gap(given: Result | Rows) -> alt.LayerChart:
     ----------
     given : results or rows
         Irreversible results, among them an ``oracle:exact`` or ``oracle:bound`` of the same recordings, groups and
-        budgets; or rows ``step``, ``policy``, ``kept_mass``, ``optimum`` (and ``trace``).
+        budgets; or rows ``step``, ``policy``, ``kept_mass``, ``optimum`` (optional ``trace``, ``reference``,
+        ``budget``), as `kvsim.optima.Beside.step_rows` and `oracle_gap_rows` give.
 
     Raises
     ------
@@ -45,6 +46,7 @@ def oracle_gap(given: Result | Rows) -> alt.LayerChart:
         notes.append(f"thick grey: the optimum, {' and '.join(best)}")
     else:
         table = with_values(rows_of(items, "step", "policy", "kept_mass", "optimum"), "kept_mass", "optimum")
+        notes = _notes(table)
     labels = policy_labels(row["policy"] for row in table)
     traces = list(dict.fromkeys(row.get("trace") for row in table))
     lines: dict[str, list[Row]] = {}
@@ -99,6 +101,26 @@ def oracle_gap_rows(results: Iterable[Result]) -> list[Row]:
     if not rows:
         raise KvsimError("nothing to draw: there is only the optimum itself")
     return rows
+
+
+def _notes(table: list[Row]) -> list[str]:
+    traces, references, budgets = (
+        list(dict.fromkeys(row[name] for row in table if row.get(name) is not None))
+        for name in ("trace", "reference", "budget")
+    )
+    if not references:
+        return []
+    how = "irreversible; open loop"
+    if budgets:
+        how += (
+            f"; B = {', '.join(f'{one:.10g}' for one in budgets)} tokens" if len(budgets) < 4 else "; several budgets"
+        )
+    best = ", ".join(dict.fromkeys(map(without_budget, references)))
+    return [
+        ", ".join(traces) if len(traces) < 4 else f"{len(traces)} recordings",
+        how,
+        f"thick grey: the optimum, {best}",
+    ]
 
 
 def _kind(result: Result) -> Any:

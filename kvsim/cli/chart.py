@@ -35,7 +35,7 @@ def chart(
     budget: BudgetText = None,
     metric: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="For kinds with a metric; kept_mass by default."),
+        typer.Option(metavar="NAME", help="For kinds with a metric; kept_mass by default (heads: kept_fraction)."),
     ] = None,
     sort: Annotated[
         str | None, typer.Option(metavar="ORDER", help="For retention: position (the default) or utility.")
@@ -43,6 +43,9 @@ def chart(
     raw: Annotated[bool, typer.Option("--raw", help="For retention: the raw top-B sets as well.")] = False,
     shadow: Shadow = False,
     h: Annotated[int, typer.Option("--h", metavar="STEPS", help="For tradeoff: half width of the average.")] = 8,
+    step: Annotated[
+        int | None, typer.Option(metavar="T", help="For heads and layers: one step, not the mean over all.")
+    ] = None,
     bound: Annotated[
         str | None, typer.Option(metavar="NAME", help="For stability: finite (the default) or asymptotic.")
     ] = None,
@@ -100,6 +103,7 @@ def chart(
             bound=bound,
             scorers=scorer or [],
             ratios=tuple(ratios.split(",")),
+            step=step,
             cells=MAX_CELLS if out is not None and out.suffix in (".png", ".svg") else None,
             positions=positions,
             layer=layer,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvsim_traces import Trace
 
-from kvsim.alphas import ALPHAS
 from kvsim.budget import Budget
 from kvsim.engines.outcome import METRICS, Progress
 from kvsim.errors import KvsimError, unknown_name
@@ -19,6 +18,8 @@ from kvsim.result import Result
 
 if TYPE_CHECKING:
     import altair as alt
+
+    from kvsim.heads import ByHead
 
     Chart = alt.LayerChart | alt.VConcatChart
 
@@ -53,6 +54,8 @@ class Request:
         The scorers of the spectrum; none for all there are.
     files : list of Path
         Files of rows, for the kinds that are drawn from them.
+    step : int or None
+        The step of the charts by head; None for the mean over steps.
     cells : int or None
         Most cells of a retention map; None for the default.
     positions : str or None
@@ -77,6 +80,7 @@ class Request:
     bound: str | None = None
     scorers: list[str] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
+    step: int | None = None
     cells: int | None = None
     positions: str | None = None
     layer: int | None = None
@@ -173,33 +177,30 @@ def _attended_pairs(request: Request) -> "Chart":
 
 def _oracle_gap(request: Request) -> "Chart":
     from kvsim import charts
+    from kvsim.optima import beside_optimum
 
     policies = request.chosen()
     for policy in policies:
         if policy.budget is None:
             raise KvsimError(f"{policy}: has no budget, so there is no optimum to compare it with; leave it out")
-    best = [] if any(policy.head.name == "oracle" for policy in policies) else _optima(policies)
-    try:
-        results = request.results([*(parse(f"oracle:exact{axes}") for axes in best), *policies])
-    except KvsimError as error:
-        if "oracle:bound" not in str(error):
-            raise
-        results = request.results([*(parse(f"oracle:bound{axes}") for axes in best), *policies])
-    return charts.oracle_gap(results)
-
-
-def _optima(policies: Sequence[Policy]) -> list[str]:
-    """Give the axes of the oracles that policies are compared with: their groups and budgets."""
-    axes = {(policy.expand().group or "shared", str(policy.budget)) for policy in policies}
-    return [f"/group={group}/budget={budget}" for group, budget in sorted(axes)]
+    if any(policy.head.name == "oracle" for policy in policies):
+        return charts.oracle_gap(request.results(policies))
+    rows: list[dict[str, Any]] = []
+    for done, trace in enumerate(request.traces, start=1):
+        for one in beside_optimum(replay_many(trace, policies, shadow_churn=False, raw=False), trace):
+            if one.why_not:
+                raise KvsimError(f"{one.policy}: {one.why_not}; leave it out")
+            rows += one.step_rows()
+        request.advance(done, len(request.traces))
+    return charts.oracle_gap(rows)
 
 
 def _alpha(request: Request) -> "Chart":
     from kvsim import charts
+    from kvsim.tradeoff import DEFAULT_POLICIES
 
-    own = [f"ema:{alpha:g}{over}" for over in ("", ",over=step", ",over=layer") for alpha in ALPHAS]
     metric = request.metric or "kept_mass"
-    rows = [result.summary() for result in request.results(request.chosen(*own, "cumulative"))]
+    rows = [result.summary() for result in request.results(request.chosen(*DEFAULT_POLICIES))]
     return charts.alpha_sensitivity(rows, metric)
 
 
@@ -265,6 +266,27 @@ def _spectrum(request: Request) -> "Chart":
     budget = str(request.budget)
     found = [spectrum(trace, scorers, budget=budget, progress=request.advance) for trace in request.traces]
     return charts.scorer_spectrum(found)
+
+
+def _heads(request: Request) -> "Chart":
+    from kvsim import charts
+
+    return charts.kept_by_head(_by_head(request, "heads").rows(request.step), request.metric or "kept_fraction")
+
+
+def _layers(request: Request) -> "Chart":
+    from kvsim import charts
+
+    found = _by_head(request, "layers")
+    return charts.mass_by_layer(found.rows(request.step), found.part_rows(request.step))
+
+
+def _by_head(request: Request, kind: str) -> "ByHead":
+    from kvsim.heads import by_head
+
+    trace, policies = request.one_trace(kind), request.chosen()
+    results = replay_many(trace, policies, shadow=request.shadow, shadow_churn=False, raw=False)
+    return by_head(results, trace, progress=request.advance)
 
 
 def _memory(request: Request) -> "Chart":
@@ -336,6 +358,12 @@ KINDS: dict[str, Kind] = {
     "stability": Kind(_stability, "Proposition 1 beside the measured misranking, pair by pair; --bound"),
     "two-tokens": Kind(_two_tokens, "the two tokens at ranks B and B+1, their scores and a rule's state"),
     "spectrum": Kind(_spectrum, "how far scorers are from attention, layer by layer; --scorer"),
+    "heads": Kind(
+        _heads,
+        "what each layer and KV head keeps; --step, --metric",
+        metrics=("kept_fraction", "kept_mass"),
+    ),
+    "layers": Kind(_layers, "kept mass and where the attention goes, layer by layer; --step"),
     "memory": Kind(_memory, "where the weight of a linear rule's state comes from"),
     "received": Kind(_received, "the attention that chosen tokens get together; --positions, --layer, --group"),
     "fidelity": Kind(_fidelity, "open loops beside closed ones, with two nulls; from kvsim fidelity --out", True),

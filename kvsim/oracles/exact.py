@@ -11,13 +11,17 @@ from kvsim.oracles.prices import SLACK, Priced, options, price
 from kvsim.oracles.problem import IntArray, Problem
 from kvsim.plan import FloatArray
 
-__all__ = ["LARGEST", "solve"]
+__all__ = ["LARGEST", "TooLargeError", "solve"]
 
 LARGEST = 2_000_000
 """Most variables of the linear program."""
 
 
-def solve(problem: Problem) -> Priced:
+class TooLargeError(KvsimError):
+    """The linear program would have more variables than allowed."""
+
+
+def solve(problem: Problem, most: int | None = None) -> Priced:
     """Find a schedule of the largest mass.
 
     Prices leave few choices open: those that a schedule better than the one found by prices may make. Between two of a
@@ -27,6 +31,8 @@ def solve(problem: Problem) -> Priced:
     ----------
     problem : Problem
         One group.
+    most : int, optional
+        Most variables of the program; `LARGEST` by default.
 
     Returns
     -------
@@ -35,8 +41,10 @@ def solve(problem: Problem) -> Priced:
 
     Raises
     ------
+    TooLargeError
+        If the program would have more variables.
     KvsimError
-        If the program would be too large, or HiGHS fails.
+        If HiGHS fails.
     """
     priced = price(problem)
     if priced.bound <= priced.value or not priced.among.size:
@@ -44,9 +52,10 @@ def solve(problem: Problem) -> Priced:
     part, allowed = options(problem, priced)
     lengths = np.array([choices.size - 1 for choices in allowed])
     count = int(lengths.sum())
-    if count > LARGEST:
-        raise KvsimError(
-            f"the exact optimum would be a linear program of {count} variables, more than {LARGEST}; use oracle:bound"
+    limit = LARGEST if most is None else most
+    if count > limit:
+        raise TooLargeError(
+            f"the exact optimum would be a linear program of {count} variables, more than {limit}; use oracle:bound"
         )
     lowest = np.array([choices[0] for choices in allowed])
     room = part.budget - part.counts(lowest)

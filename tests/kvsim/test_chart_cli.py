@@ -27,6 +27,7 @@ WORDS = {
     "two-tokens": [],
     "spectrum": ["--scorer", "keydiff"],
     "received": ["--policy", "ema:0.8", "--positions", "3-9,258"],
+    "heads": [*BOTH, "--step", "3", "--metric", "kept_mass"],
 }
 
 

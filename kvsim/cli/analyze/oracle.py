@@ -4,7 +4,6 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import typer
-from kvsim_traces import Trace
 
 from kvsim.cli.analyze.floor import verdict
 from kvsim.cli.folding import PolicyText
@@ -24,10 +23,9 @@ from kvsim.cli.options import (
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.engines import DEFAULT_ENGINE
 from kvsim.floor import SEEDS, Floor, random_floor
-from kvsim.oracle import comparable, gap, gap_over_time, optimum
+from kvsim.optima import Beside, beside_optimum
 from kvsim.policy import parse
 from kvsim.replay import choose_budget, replay_many
-from kvsim.result import Result
 
 __all__ = ["oracle"]
 
@@ -74,11 +72,12 @@ def oracle(
             recording, [asked[place] for place in own_places], shadow_churn=False, raw=False, engine=engine
         )
         floors = random_floor(results, recording, seeds=seeds, engine=engine)
-        own = []
         with progress_bar(recording.path.name, quiet=quiet or as_json) as advance:
-            for done, (result, beside) in enumerate(zip(results, floors, strict=True), start=1):
-                own.append(_row(result, beside, recording, method, pooled, steps=as_json))
-                advance(done, len(results))
+            best = beside_optimum(results, recording, method, steps=as_json, progress=advance)
+        divided = (
+            beside_optimum(results, recording, "bound", pooled=True, steps=False) if pooled else [None] * len(best)
+        )
+        own = [_row(*parts) for parts in zip(floors, best, divided, strict=True)]
         rows += own
         if not as_json:
             names = [str(policies[place]) for place in own_places]
@@ -90,24 +89,20 @@ def oracle(
         )
         return
     say_left_out(left_out)
-    best = "certified upper bound" if method == "bound" else "exact optimum"
-    say(f"best: {best}; random: mean of {seeds} draws; irreversible; open loop; {budget_note(chosen)}")
+    what = "certified upper bound" if method == "bound" else "exact optimum"
+    say(f"best: {what}; random: mean of {seeds} draws; irreversible; open loop; {budget_note(chosen)}")
 
 
-def _row(result: Result, beside: Floor, trace: Trace, method: Method, pooled: bool, *, steps: bool) -> dict[str, Any]:
-    row = {**beside.summary(), "comparable": comparable(result)}
-    names = "best", "gap", "pooled_best", "pooled_gap", "kept_mass_steps", "optimum_steps"
-    row |= dict.fromkeys(names)
-    if comparable(result):
-        found = optimum(trace, result.plan.groups, result.plan.budgets, method)
-        row["best"] = found.kept_mass if method == "exact" else found.bound
-        row["gap"] = gap(result, trace, method)
-        if pooled:
-            row["pooled_best"] = optimum(trace, result.plan.groups, result.plan.budgets, pooled=True).bound
-            row["pooled_gap"] = gap(result, trace, pooled=True)
-        if steps:
-            over_time = gap_over_time(result, trace, method)
-            row["kept_mass_steps"], row["optimum_steps"] = over_time.policy.tolist(), over_time.optimum.tolist()
+def _row(beside: Floor, own: Beside, pooled: Beside | None) -> dict[str, Any]:
+    row = {**beside.summary(), "comparable": not own.why_not, "best": own.best, "gap": own.gap}
+    row |= (
+        {"pooled_best": None, "pooled_gap": None}
+        if pooled is None
+        else {"pooled_best": pooled.best, "pooled_gap": pooled.gap}
+    )
+    row |= {"kept_mass_steps": None, "optimum_steps": None}
+    if own.optimum_steps is not None:
+        row |= {"kept_mass_steps": own.kept_mass_steps.tolist(), "optimum_steps": own.optimum_steps.tolist()}
     return row
 
 
