@@ -6,11 +6,12 @@ from typing import Any
 import streamlit as st
 
 import kvsim
-from kvsim import Policy, Result, Trace
+from kvsim import KvsimError, Policy, Result, Trace, TraceError
+from kvsim.candidates import reason
 from kvsim.policies.ema import Ema
 from kvsim_explorer.view import View
 
-__all__ = ["raw_policy", "result_of", "results_of"]
+__all__ = ["raw_policy", "replayed", "result_of", "results_of"]
 
 
 def result_of(view: View, policy: Policy | None = None, *, shadow: bool | None = None) -> Result:
@@ -28,6 +29,20 @@ def result_of(view: View, policy: Policy | None = None, *, shadow: bool | None =
 def results_of(view: View, policies: Sequence[Policy], *, shadow: bool | None = None) -> list[Result]:
     """Replay several policies; errors as for `result_of`."""
     return [result_of(view, policy, shadow=shadow) for policy in policies]
+
+
+def replayed(
+    view: View, policies: Sequence[Policy], *, shadow: bool | None = None
+) -> tuple[list[Result], list[tuple[Policy, str]]]:
+    """Replay those of several policies that can run on the recording; give the others with the reason."""
+    results: list[Result] = []
+    failed: list[tuple[Policy, str]] = []
+    for policy in policies:
+        try:
+            results.append(result_of(view, policy, shadow=shadow))
+        except (KvsimError, TraceError) as error:
+            failed.append((policy, reason(error, view.trace, str(policy))))
+    return results, failed
 
 
 def raw_policy(policy: Policy) -> Policy:

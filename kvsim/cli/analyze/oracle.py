@@ -1,7 +1,7 @@
 """``kvsim analyze oracle``: how far policies are from the best and from random eviction."""
 
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -23,13 +23,17 @@ from kvsim.cli.options import (
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
 from kvsim.engines import DEFAULT_ENGINE
 from kvsim.floor import SEEDS, Floor, random_floor
-from kvsim.optima import Beside, beside_optimum
+from kvsim.optima import Beside, Choice, beside_optimum
 from kvsim.policy import parse
 from kvsim.replay import choose_budget, replay_many
 
 __all__ = ["oracle"]
 
-Method = Literal["bound", "exact"]
+BEST = {
+    "bound": "certified upper bound",
+    "exact": "exact optimum",
+    "auto": "exact optimum where that is quick, else a certified upper bound",
+}
 
 
 def oracle(
@@ -39,7 +43,8 @@ def oracle(
     compression_ratio: CompressionRatio = None,
     budget: BudgetText = None,
     method: Annotated[
-        Method, typer.Option(help="Certified upper bound, or the exact optimum (a linear program; small recordings).")
+        Choice,
+        typer.Option(help="Certified upper bound, exact optimum (a linear program), or exact where that is quick."),
     ] = "bound",
     pooled: Annotated[
         bool, typer.Option("--pooled/--no-pooled", help="Compare with budgets pooled over all groups too.")
@@ -89,32 +94,32 @@ def oracle(
         )
         return
     say_left_out(left_out)
-    what = "certified upper bound" if method == "bound" else "exact optimum"
-    say(f"best: {what}; random: mean of {seeds} draws; irreversible; open loop; {budget_note(chosen)}")
+    say(f"best: {BEST[method]}; random: mean of {seeds} draws; irreversible; open loop; {budget_note(chosen)}")
 
 
 def _row(beside: Floor, own: Beside, pooled: Beside | None) -> dict[str, Any]:
-    row = {**beside.summary(), "comparable": not own.why_not, "best": own.best, "gap": own.gap}
-    row |= (
-        {"pooled_best": None, "pooled_gap": None}
-        if pooled is None
-        else {"pooled_best": pooled.best, "pooled_gap": pooled.gap}
-    )
+    row = {**beside.summary(), "comparable": not own.why_not, "best_is": own.method, "best": own.best, "gap": own.gap}
+    row |= {"pooled_best": pooled and pooled.best, "pooled_gap": pooled and pooled.gap}
     row |= {"kept_mass_steps": None, "optimum_steps": None}
     if own.optimum_steps is not None:
         row |= {"kept_mass_steps": own.kept_mass_steps.tolist(), "optimum_steps": own.optimum_steps.tolist()}
     return row
 
 
-def _print(names: list[str], rows: list[dict[str, Any]], floors: list[Floor], method: Method) -> None:
+def _print(names: list[str], rows: list[dict[str, Any]], floors: list[Floor], method: Choice) -> None:
     table = narrow_table("policy")
     divided = any(row["pooled_best"] is not None and row["group"] != "shared" for row in rows)
     columns = ["group", "B", "kept\nmass", "best", "gap"] + ["pooled\nbest", "pooled\ngap"] * divided + ["random"]
+    if method == "auto":
+        columns.insert(3, "best is")
     for name in columns:
-        table.add_column(name, justify="left" if name == "group" else "right", no_wrap=True, vertical="bottom")
+        table.add_column(
+            name, justify="left" if name in ("group", "best is") else "right", no_wrap=True, vertical="bottom"
+        )
     table.add_column("below\nrandom", no_wrap=True, vertical="bottom")
     for name, row, beside in zip(names, rows, floors, strict=True):
         cells = [row["group"], f"{row['budget']:g}", f"{row['kept_mass']:.3f}"]
+        cells += [row["best_is"] or "-"] * (method == "auto")
         for best, missed in [("best", "gap"), ("pooled_best", "pooled_gap")][: 1 + divided]:
             known = row[best] is not None
             cells += [f"{row[best]:.3f}", f"{row[missed]:.2%}"] if known else ["-", "-"]
