@@ -1,11 +1,15 @@
 """Policies beside their own optimum: the numbers of `kvsim.oracle`, exact where that is quick."""
 
+import json
+
 import numpy as np
 import pytest
 from cases import SAMPLES, write_trace
+from typer.testing import CliRunner
 
 import kvsim
 from kvsim import charts, optima, oracle
+from kvsim.cli import app
 from kvsim.errors import KvsimError
 from kvsim.intervals import best_alphas_by
 
@@ -50,6 +54,17 @@ def test_auto_is_exact_until_the_program_is_large(played, monkeypatch):
     (bound,) = optima.beside_optimum(results[:1], trace)
     assert (bound.method, bound.gap) == ("bound", oracle.gap(results[0], trace))
     assert bound.gap > exact[0].gap
+
+
+def test_the_command_says_which_best_is_meant(played):
+    words = ["analyze", "oracle", str(MULTI), "--policy", "tova", "--policy", "snapkv:16", "--method", "auto", "--json"]
+    (tova, snapkv) = json.loads(CliRunner().invoke(app, words).stdout)["results"]
+    trace, results = played
+    assert (tova["best_is"], tova["gap"]) == ("exact", oracle.gap(results[1], trace, "exact"))
+    assert (snapkv["best_is"], snapkv["best"], snapkv["comparable"]) == (None, None, False)
+    table = CliRunner().invoke(app, words[:-1]).stdout
+    assert "best is" in table
+    assert "exact optimum where that is quick" in table
 
 
 def test_pooled_budgets_and_no_steps(tmp_path):

@@ -32,22 +32,23 @@ def show(view: View) -> None:
     )
     if trace.capture == "scores":
         st.info("This recording holds head means: attention has one row a layer, the mean over heads.")
-    results, failed = replayed(view, view.policies)
-    for policy, why in failed:
-        st.error(f"{view.text_of(policy)} is left out: {why}")
-    if not results:
-        return
 
-    def sum_up(tell: Any) -> ByHead:
-        return by_head(results, trace, progress=tell)
+    def sum_up(tell: Any) -> tuple[ByHead | None, list[tuple[Policy, str]]]:
+        results, failed = replayed(view, view.policies)
+        return by_head(results, trace, progress=tell) if results else None, failed
 
-    names = tuple(result.policy for result in results)
-    found = worked(
+    names = tuple(map(str, view.policies))
+    outcome = worked(
         ("by head", trace.hash, names, view.shadow),
         "Going through the attention of all layers and heads, step by step",
         sum_up,
         ask=is_large(trace),
     )
+    if outcome is None:
+        return
+    found, failed = outcome
+    for policy, why in failed:
+        st.error(f"{view.text_of(policy)} is left out: {why}")
     if found is not None:
         _about_flat_maps(view, found)
         _body(view, found)

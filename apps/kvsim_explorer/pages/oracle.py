@@ -1,5 +1,7 @@
 """Oracle: how far policies are from the best that could have been kept, and from random eviction."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import streamlit as st
@@ -22,6 +24,15 @@ TITLE = "Oracle"
 IS = {"exact": "exact optimum", "bound": "certified upper bound", None: None}
 
 
+@dataclass(frozen=True)
+class Found:
+    """Policies between random eviction and the optimum, and those that cannot run, with the reason."""
+
+    floors: list[Floor]
+    beside: list[Beside]
+    failed: list[tuple[Policy, str]]
+
+
 def show(view: View) -> None:
     """Show the gap to the offline optimum over time, and the table with the random floor."""
     trace = view.trace
@@ -36,28 +47,27 @@ def show(view: View) -> None:
     for policy in view.policies:
         if policy.budget is None:
             st.warning(f"{view.text_of(policy)} is left out: it has no budget, so there is nothing to choose.")
-    results, failed = replayed(view, kept, shadow=False)
-    for policy, why in failed:
-        st.error(f"{view.text_of(policy)} is left out: {why}")
-    if not results:
+    if not kept:
         return
-    names = tuple(result.policy for result in results)
-    large = is_large(trace)
+    key = "oracle", trace.hash, tuple(map(str, kept))
+    label = "Replaying, drawing at random and working out the optimum, in percent"
+    found = worked(key, label, lambda tell: _work(view, kept, tell), ask=is_large(trace))
+    if found is None:
+        return
+    for policy, why in found.failed:
+        st.error(f"{view.text_of(policy)} is left out: {why}")
+    if found.beside:
+        _gap(view, found.beside)
+        _table(view, found)
+        left = {policy for policy, _ in found.failed}
+        _reproduce(view, [policy for policy in kept if policy not in left], found.beside)
 
-    def draw(tell: Any) -> list[Floor]:
-        return random_floor(results, trace, progress=tell)
 
-    def solve(tell: Any) -> list[Beside]:
-        return beside_optimum(results, trace, progress=tell)
-
-    floors = worked(("floor", trace.hash, names), f"Random eviction, {SEEDS} draws a budget", draw, ask=large)
-    found = worked(("optimum", trace.hash, names), "The optimum, over groups", solve, ask=large)
-    if found is not None:
-        _gap(view, found)
-    if floors is not None:
-        _table(view, floors, found)
-    left = {policy for policy, _ in failed}
-    _reproduce(view, [policy for policy in kept if policy not in left], found)
+def _work(view: View, policies: list[Policy], tell: Callable[[int, int], None]) -> Found:
+    results, failed = replayed(view, policies, shadow=False)
+    floors = random_floor(results, view.trace, progress=lambda done, total: tell(50 * done // total, 100))
+    beside = beside_optimum(results, view.trace, progress=lambda done, total: tell(50 + 50 * done // total, 100))
+    return Found(floors, beside, failed)
 
 
 def _gap(view: View, found: list[Beside]) -> None:
@@ -87,9 +97,9 @@ def _gap(view: View, found: list[Beside]) -> None:
         )
 
 
-def _table(view: View, floors: list[Floor], found: list[Beside] | None) -> None:
+def _table(view: View, found: Found) -> None:
     st.subheader("Between the optimum and random eviction")
-    below = [one for one in floors if one.below]
+    below = [one for one in found.floors if one.below]
     for one in below:
         how = "every draw" if one.below_all else "the mean of the draws"
         st.warning(
@@ -97,18 +107,17 @@ def _table(view: View, floors: list[Floor], found: list[Beside] | None) -> None:
             f"({one.random_min if one.below_all else one.random_mean:.3f})."
         )
     rows = []
-    for place, one in enumerate(floors):
-        best = None if found is None else found[place]
+    for one, best in zip(found.floors, found.beside, strict=True):
         row: dict[str, Any] = {
             "policy": _name(view, one.policy),
             "group": one.group,
             "B": one.budget,
             "kept mass": one.kept_mass,
         }
-        if best is not None:
-            row |= {"best": best.best, "best is": IS[best.method], "gap %": _percent(best.gap)}
+        row["below random"] = _mark(one)
+        row |= {"best": best.best, "best is": IS[best.method], "gap %": _percent(best.gap)}
         row |= {"random, mean": one.random_mean, "random, least": one.random_min, "random, most": one.random_max}
-        rows.append(row | {"draws below %": _percent(one.percentile), "below random": _mark(one)})
+        rows.append(row | {"draws below %": _percent(one.percentile)})
     precise = ("kept mass", "best", "random, mean", "random, least", "random, most")
     formats: dict[str, Any] = {name: st.column_config.NumberColumn(format="%.3f") for name in precise}
     formats |= {"gap %": st.column_config.NumberColumn(format="%.2f")}
@@ -132,9 +141,9 @@ def _name(view: View, policy: str) -> str:
     return view.text_of(parse(policy))
 
 
-def _reproduce(view: View, policies: list[Policy], found: list[Beside] | None) -> None:
+def _reproduce(view: View, policies: list[Policy], found: list[Beside]) -> None:
     place = ["--trace", view.location]
-    unlike = {one.policy for one in found or [] if one.why_not}
+    unlike = {one.policy for one in found if one.why_not}
     drawn = [policy for policy in policies if str(policy) not in unlike]
     gap = command("chart", "oracle-gap", *place, *policy_options(view, drawn)) + " --out oracle-gap.html"
     reproduce(
