@@ -226,6 +226,8 @@ class Anatomy:
         The recording.
     mode : {"irreversible", "shadow"}
         Of all results.
+    loops : tuple of str
+        Of the results, each once: ``open``, ``closed`` or ``live``.
     policies : list of str
         Canonical policies with their budgets.
     pairs : list of Difference
@@ -235,6 +237,7 @@ class Anatomy:
     trace_name: str
     trace_hash: str
     mode: str
+    loops: tuple[str, ...]
     policies: list[str]
     pairs: list[Difference]
 
@@ -328,7 +331,8 @@ def dissect(results: Sequence[Result], trace: Trace, *, progress: Progress | Non
         )
         for k, other in enumerate(others)
     ]
-    return Anatomy(trace.path.name, trace.hash, first.mode, [result.policy for result in results], pairs)
+    loops = tuple(dict.fromkeys(result.loop for result in results))
+    return Anatomy(trace.path.name, trace.hash, first.mode, loops, [result.policy for result in results], pairs)
 
 
 def _check(results: list[Result], trace: Trace) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from kvsim.errors import KvsimError
 
-__all__ = ["read_positions", "write_positions"]
+__all__ = ["read_positions", "read_range", "write_positions"]
 
 _PART = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 
@@ -42,6 +42,28 @@ def read_positions(text: str, count: int) -> list[int]:
             raise KvsimError(f"{part}: positions are 0 to {count - 1}")
         found.update(range(low, high + 1))
     return sorted(found)
+
+
+def read_range(text: str, option: str) -> tuple[int, int]:
+    """Read one range, both ends included, such as ``5-20``, or one number.
+
+    Raises
+    ------
+    KvsimError
+        If it is neither, naming `option`, or runs backwards.
+
+    Examples
+    --------
+    >>> read_range("5-20", "--steps")
+    (5, 20)
+    """
+    match = _PART.fullmatch(text.strip())
+    if match is None:
+        raise KvsimError(f"{option} takes a range with both ends, such as 5-20, got {text!r}")
+    low, high = (int(one) for one in (match[1], match[2] or match[1]))
+    if low > high:
+        raise KvsimError(f"{option} {text}: runs backwards; write {high}-{low}")
+    return low, high
 
 
 def write_positions(positions: Iterable[int]) -> str:

@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,15 @@ PAPER: dict[str, Any] = {
 """Colours that a chart would otherwise take from the theme around it: in the dark one, white on its white paper."""
 
 
-def show_chart(chart: "Drawn", name: str, summary: str, table: "pl.DataFrame | None" = None) -> None:
+def show_chart(
+    chart: "Drawn",
+    name: str,
+    summary: str,
+    table: "pl.DataFrame | None" = None,
+    *,
+    on_select: Callable[[], None] | None = None,
+    key: str | None = None,
+) -> None:
     """Show a chart on paper, its text alternative, and files of it.
 
     Parameters
@@ -44,9 +52,16 @@ def show_chart(chart: "Drawn", name: str, summary: str, table: "pl.DataFrame | N
         What the chart shows, in a sentence or two, with its numbers: for those who do not see it.
     table : DataFrame, optional
         The numbers behind it, whole.
+    on_select : callable, optional
+        Called when something is selected in a chart of a single view.
+    key : str, optional
+        Where the session's state holds what is selected, ``chart NAME`` by default. Under a new key a chart forgets it.
     """
     with st.container(key=f"paper {name}", horizontal_alignment="left"):
-        st.altair_chart(chart.configure(**PAPER), theme=None, width="content", alt=summary, key=f"chart {name}")
+        chosen: Any = on_select or "ignore"
+        st.altair_chart(
+            _on_paper(chart), theme=None, width="content", alt=summary, key=key or f"chart {name}", on_select=chosen
+        )
     st.caption(summary)
     with st.container(horizontal=True, key=f"files {name}"):
         if can_draw():
@@ -64,6 +79,14 @@ def show_chart(chart: "Drawn", name: str, summary: str, table: "pl.DataFrame | N
     if table is not None:
         with st.expander("The numbers"):
             st.dataframe(table, key=f"table {name}")
+
+
+def _on_paper(chart: "Drawn") -> "Drawn":
+    """Draw as in a file: the same colours in both themes, and the plot alone of the size that it asks for."""
+    import altair as alt
+
+    drawn: Drawn = chart.configure(**PAPER)
+    return drawn.properties(autosize="pad") if isinstance(drawn, alt.Chart | alt.LayerChart) else drawn
 
 
 def show_table(table: "pl.DataFrame", name: str, **options: Any) -> None:

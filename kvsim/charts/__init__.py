@@ -17,9 +17,17 @@ from kvsim.charts.grids import needle_grid
 from kvsim.charts.heads import kept_by_head, mass_by_layer
 from kvsim.charts.lines import attended_pairs, churn, kept_mass, timeline
 from kvsim.charts.loops import fidelity, prediction
-from kvsim.charts.maps import evictions, reference_utility, retention
+from kvsim.charts.maps import (
+    evictions,
+    reference_utility,
+    retained_shares,
+    retention,
+    retention_overview,
+    retention_rows,
+)
 from kvsim.charts.notebook import in_notebooks
 from kvsim.charts.optimum import oracle_gap, oracle_gap_rows
+from kvsim.charts.overlap import jaccard
 from kvsim.charts.pairs import rank_stability
 from kvsim.charts.rules import memory_weights, two_tokens
 from kvsim.charts.scorers import scorer_spectrum
@@ -34,6 +42,7 @@ __all__ = [
     "evictions",
     "fidelity",
     "in_notebooks",
+    "jaccard",
     "kept_by_head",
     "kept_mass",
     "mass_by_layer",
@@ -45,7 +54,10 @@ __all__ = [
     "quality_cost",
     "rank_stability",
     "reference_utility",
+    "retained_shares",
     "retention",
+    "retention_overview",
+    "retention_rows",
     "save",
     "scorer_spectrum",
     "timeline",

@@ -64,7 +64,7 @@ def rows_of(given: Rows, *needed: str) -> list[Row]:
     if not {"trace", "trace_hash"} <= names.keys():
         return rows
     known = {row["trace_hash"]: row["trace"] for row in rows if row.get("trace_hash") and row.get("trace")}
-    traces = _told_apart(known)
+    traces = told_apart(known)
     return [row | {"trace": traces[row["trace_hash"]]} if row.get("trace_hash") in traces else row for row in rows]
 
 
@@ -131,10 +131,10 @@ def series_of(results: Sequence[Result]) -> list[str]:
 
 def trace_labels(results: Sequence[Result]) -> dict[str, str]:
     """Name recordings by hash; names that occur twice get the start of the hash."""
-    return _told_apart({result.trace_hash: result.trace_name for result in results})
+    return told_apart({result.trace_hash: result.trace_name for result in results})
 
 
-def _told_apart(names: Mapping[str, str]) -> dict[str, str]:
+def told_apart(names: Mapping[str, str]) -> dict[str, str]:
     """Give the names of recordings by hash, followed by the start of the hash where two have the same."""
     twice = {name for name in names.values() if list(names.values()).count(name) > 1}
     return {key: f"{name} {key[:6]}" if name in twice else name for key, name in names.items()}

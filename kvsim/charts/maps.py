@@ -1,13 +1,14 @@
 """Charts of who was kept when: the retention map and the histogram of evictions."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import altair as alt
 import numpy as np
 import numpy.typing as npt
 from kvsim_traces import Trace
 
+from kvsim.charts.cells import Range, Window, choose_bins, kept_fractions, window_of
 from kvsim.charts.intake import Results, notes_of, results_of, series_of
 from kvsim.charts.rectangles import Rectangle, rectangles
 from kvsim.charts.style import GREY, WIDTH, Row, embed, heading, layered, number, panel_title, shades, stacked
@@ -17,16 +18,26 @@ from kvsim.policies.ema import Ema
 from kvsim.policy import Policy, parse
 from kvsim.result import Result
 
-__all__ = ["MAX_CELLS", "evictions", "reference_utility", "retention"]
+__all__ = [
+    "MAX_CELLS",
+    "evictions",
+    "reference_utility",
+    "retained_shares",
+    "retention",
+    "retention_overview",
+    "retention_rows",
+]
 
 MAP_ROWS = 4800
 """Rectangles of all panels of a map together; the rest of what a chart embeds is for its lines."""
 
 MAX_CELLS = 60_000
+OVERVIEW_CELLS = 1500
 
 MEANING = "attention to a position, mean over layers, heads and the steps at which it is there (full cache)"
 """What `reference_utility` gives."""
 
+Sort = Literal["position", "utility"]
 ORDERS = ("position", "utility")
 BARS = 60
 PROMPT_FILL, GENERATED_FILL = "#1f3b63", "#a9bedb"
@@ -53,10 +64,13 @@ def reference_utility(trace: Trace) -> FloatArray:
 def retention(
     results: Results,
     *,
-    sort: Literal["position", "utility"] = "position",
+    sort: Sort = "position",
     utility: npt.ArrayLike | None = None,
     meaning: str = MEANING,
     cells: int = MAP_ROWS,
+    positions: Range | None = None,
+    steps: Range | None = None,
+    group: int | None = None,
 ) -> alt.VConcatChart:
     """Draw which positions are retained after each step, one panel a result (Fig. 1).
 
@@ -78,54 +92,161 @@ def retention(
     cells : int
         The most cells, over all panels; at most 60,000. Neighbours of equal value are one row of the chart's data, and
         where they are more than 4,800 all the same, bins are coarser than this asks; the axes name the bins.
+    positions : (first, end), optional
+        The columns shown, the end excluded; numbers of columns by utility where they are sorted so. All by default.
+    steps : (first, last), optional
+        The steps shown, both included. All by default.
+    group : int, optional
+        The one retention group shown, 0 to G - 1, and its budget; the mean over all groups by default.
 
     Raises
     ------
     KvsimError
-        If `cells` is out of range, the results are of several recordings, or `utility` is missing or has another
-        length.
+        If `cells` is out of range, the results are of several recordings, `utility` is missing or has another
+        length, or what should be shown does not exist.
     """
+    found, window = _shown(results, sort, utility, positions, steps, group)
+    if not 1 <= cells <= MAX_CELLS:
+        raise KvsimError(f"cells must be from 1 to {MAX_CELLS:,}, over all panels, got {cells:,}")
+    grids, wide, tall = _fitting(found, window, cells)
+    panels = []
+    height = 240 if len(found) == 1 else 150
+    for result, name, covered in zip(found, _panel_names(found), grids, strict=True):
+        panel = _panel(_rows(covered, window, wide, tall), window, wide, tall, sort)
+        if result is not found[-1]:
+            # Only the lowest panel names the axis that all have in common.
+            panel.encoding.x.title = None
+        lines = _lines(result, window, sort)
+        panels.append(layered(panel, *lines, width=WIDTH, height=height, title=panel_title(name)))
+    several_modes = len({result.mode for result in found}) > 1
+    about = f"reference utility: {meaning}" if sort == "utility" else ""
+    notes = [*notes_of(found, modes=not several_modes), _key(sort), _part(found, window, sort), about]
+    return stacked(panels, heading("Retained positions", *notes), "fill", "stroke")
+
+
+def retention_overview(
+    result: Result,
+    *,
+    sort: Sort = "position",
+    utility: npt.ArrayLike | None = None,
+    group: int | None = None,
+    window: tuple[Range, Range] | None = None,
+) -> alt.Chart:
+    """Draw the whole map of one result in at most 1,500 cells, to choose a window of `retention` in by brushing.
+
+    Parameters
+    ----------
+    result : Result
+        Irreversible or shadow.
+    sort, utility, group
+        As for `retention`.
+    window : (positions, steps), optional
+        Ranges, as for `retention`, where the brush begins.
+
+    Returns
+    -------
+    Chart
+        A single view; its parameter ``window`` is an interval of columns ``x`` and steps ``y``.
+
+    Raises
+    ------
+    KvsimError
+        As `retention`.
+    """
+    found, whole = _shown(result, sort, utility, None, None, group)
+    wide, tall = choose_bins(whole.columns.size, whole.down, OVERVIEW_CELLS)
+    rows = _rows(rectangles(kept_fractions(result, whole, wide, tall)), whole, wide, tall)
+    brushed: dict[str, Any] = {}
+    if window is not None:
+        part = _shown(result, sort, utility, *window, group)[1]
+        brushed = {"value": {"x": [part.x, part.end], "y": [part.first, part.last + 1]}}
+    mark = alt.BrushConfig(fill="black", fillOpacity=0.08, stroke="black", strokeWidth=2)
+    brush = alt.selection_interval(name="window", encodings=["x", "y"], mark=mark, **brushed)
+    name = panel_title(f"overview: {_panel_names(found)[0]}, {result.mode}")
+    return _panel(rows, whole, wide, tall, sort).properties(width=WIDTH, height=140, title=name).add_params(brush)
+
+
+def retention_rows(
+    results: Results,
+    *,
+    sort: Sort = "position",
+    utility: npt.ArrayLike | None = None,
+    positions: Range | None = None,
+    steps: Range | None = None,
+    group: int | None = None,
+) -> list[Row]:
+    """Give the cells of `retention` in its default bins as rows, one a cell; parameters and errors are its own.
+
+    Returns
+    -------
+    list of dict
+        ``policy``, ``mode``, ``first_position`` and ``last_position`` (by utility ``first_rank`` and ``last_rank``,
+        from 0, and where a bin is one column its ``position``), ``first_step``, ``last_step``, ``kept`` (fraction);
+        none for a cell without a position that exists yet.
+    """
+    found, window = _shown(results, sort, utility, positions, steps, group)
+    wide, tall = choose_bins(window.columns.size, window.down, MAP_ROWS // len(found))
+    across, down = window.edges(wide, tall)
+    what = "position" if sort == "position" else "rank"
+    rows: list[Row] = []
+    for result in found:
+        grid = kept_fractions(result, window, wide, tall)
+        for y, x in np.argwhere(~np.isnan(grid)).tolist():
+            row: Row = {"policy": result.policy, "mode": result.mode}
+            row |= {f"first_{what}": across[x], f"last_{what}": across[x + 1] - 1}
+            if wide == 1 and sort == "utility":
+                row["position"] = int(window.columns[x])
+            rows.append(row | {"first_step": down[y], "last_step": down[y + 1] - 1, "kept": float(grid[y, x])})
+    return rows
+
+
+def retained_shares(
+    results: Results,
+    *,
+    sort: Sort = "position",
+    utility: npt.ArrayLike | None = None,
+    positions: Range | None = None,
+    steps: Range | None = None,
+    group: int | None = None,
+) -> list[float | None]:
+    """Give for each result the kept fraction of all that `retention` shows; its parameters and errors.
+
+    Returns
+    -------
+    list
+        One a result, each once; None where no position exists yet.
+    """
+    found, window = _shown(results, sort, utility, positions, steps, group)
+    whole = [float(kept_fractions(result, window, window.columns.size, window.down)[0, 0]) for result in found]
+    return [None if np.isnan(share) else share for share in whole]
+
+
+def _shown(
+    results: Results,
+    sort: str,
+    utility: npt.ArrayLike | None,
+    positions: Range | None,
+    steps: Range | None,
+    group: int | None,
+) -> tuple[list[Result], Window]:
     found = results_of(results)
     if sort not in ORDERS:
         raise unknown_name("sort", sort, ORDERS)
-    first = found[0]
     if len({result.trace_hash for result in found}) > 1:
         raise KvsimError("a retention map shows one recording; the results are of several")
-    positions = first.prompt_length + first.num_steps
-    order = np.arange(positions)
-    if sort == "utility":
-        order = _by_utility(utility, positions)
-    if not 1 <= cells <= MAX_CELLS:
-        raise KvsimError(f"cells must be from 1 to {MAX_CELLS:,}, over all panels, got {cells:,}")
-    grids, wide, tall = _fitting(found, order, cells)
-    panels = []
-    x_name = "position" if sort == "position" else "position, by reference utility (high → low)"
-    x_name += f"; bins of {wide}" if wide > 1 else ""
-    y_name = "decode step t" + (f"; bins of {tall}" if tall > 1 else "")
-    height = 240 if len(found) == 1 else 130
-    for result, name, covered in zip(found, _panel_names(found), grids, strict=True):
-        rows = _rows(covered, (positions, result.num_steps), (wide, tall))
-        # Only the lowest panel names the axis that all have in common.
-        own_name = x_name if result is found[-1] else None
-        panel = _panel(rows, (positions, result.num_steps), wide, (own_name, y_name), sort)
-        panels.append(layered(panel, _lines(result, sort), width=WIDTH, height=height, title=panel_title(name)))
-    several_modes = len({result.mode for result in found}) > 1
-    about = f"reference utility: {meaning}" if sort == "utility" else ""
-    young = "white: positions that are not there yet"
-    title = heading("Retained positions", *notes_of(found, modes=not several_modes), f"{_key(sort)}; {young}", about)
-    return stacked(panels, title, "fill", "stroke")
+    total = found[0].prompt_length + found[0].num_steps
+    order = np.arange(total) if sort == "position" else _by_utility(utility, total)
+    return found, window_of(found, order, positions, steps, group)
 
 
-def _fitting(
-    found: Sequence[Result], order: npt.NDArray[np.intp], cells: int
-) -> tuple[list[list[Rectangle]], int, int]:
+def _fitting(found: Sequence[Result], window: Window, cells: int) -> tuple[list[list[Rectangle]], int, int]:
     """Cover the panels with rectangles, of the finest bins that one chart can embed; give the bins too."""
     while True:
         room = cells // len(found)
         if room < 4:
             raise KvsimError(f"a retention map of {cells:,} cells holds {cells // 4} panels, got {len(found)}")
-        wide, tall = _bins(order.size, found[0].num_steps, room)
-        covered = [rectangles(_grid(result, order, wide, tall)) for result in found]
+        wide, tall = choose_bins(window.columns.size, window.down, room)
+        covered = [rectangles(kept_fractions(result, window, wide, tall)) for result in found]
         if sum(map(len, covered)) <= MAP_ROWS:
             return covered, wide, tall
         cells = max(MAP_ROWS, cells * 3 // 4)
@@ -151,9 +272,34 @@ def _is_raw(result: Result) -> bool:
 
 
 def _key(sort: str) -> str:
+    lines = "dashed: the budget B"
     if sort == "position":
-        return "dashed: the B newest positions begin here; dotted: end of the prompt"
-    return "dashed: the budget B"
+        lines = "dashed: the B newest positions begin here; dotted: end of the prompt"
+    return f"{lines}; white: positions that are not there yet"
+
+
+def _part(found: Sequence[Result], window: Window, sort: str) -> str:
+    """Say which groups and which part of the recording a map shows, where that is not plain."""
+    said = []
+    counts = {result.plan.groups.count for result in found}
+    if window.group is not None:
+        names = dict.fromkeys(result.plan.groups.label(window.group) for result in found)
+        budgets = dict.fromkeys(f"{_budget(result, window):g}" for result in found)
+        said.append(f"{' and '.join(names)} alone, with B = {' and '.join(budgets)}")
+    elif counts != {1}:
+        said.append(f"mean over {' and '.join(map(str, sorted(counts)))} groups")
+    steps = found[0].num_steps
+    total = found[0].prompt_length + steps
+    if window.columns.size < total:
+        name = "positions" if sort == "position" else "ranks"
+        said.append(f"{name} {window.x} to {window.end - 1} of {total}")
+    if window.down < steps:
+        said.append(f"steps {window.first} to {window.last} of {steps}")
+    return "; ".join(said)
+
+
+def _budget(result: Result, window: Window) -> float:
+    return float(result.budget if window.group is None else result.plan.budgets[window.group])
 
 
 def _by_utility(utility: npt.ArrayLike | None, positions: int) -> npt.NDArray[np.intp]:
@@ -165,82 +311,23 @@ def _by_utility(utility: npt.ArrayLike | None, positions: int) -> npt.NDArray[np
     return np.argsort(-given, kind="stable")
 
 
-def _bins(positions: int, steps: int, cells: int) -> tuple[int, int]:
-    """Choose bin sizes, so that there are at most so many cells, about 2.5 times as many across as down."""
-    if positions * steps <= cells:
-        return 1, 1
-    tall = -(-steps // max(1, int((cells / 2.5) ** 0.5)))
-    while True:
-        down = -(-steps // tall)
-        across = cells // down
-        if across >= 1:
-            wide = _round(-(-positions // across))
-            if -(-positions // wide) * down <= cells:
-                return wide, tall
-        tall += 1
-
-
-def _round(size: int) -> int:
-    """Give the next size of 1, 2, 4, 5 or 8 times a power of ten."""
-    base = 1
-    while True:
-        for factor in (1, 2, 4, 5, 8):
-            if factor * base >= size:
-                return factor * base
-        base *= 10
-
-
-def _grid(result: Result, order: npt.NDArray[np.intp], wide: int, tall: int) -> FloatArray:
-    """Give the kept fraction of every cell, [down, across]; NaN where no position of a cell exists yet."""
-    positions, steps = order.size, result.num_steps
-    born = np.maximum(1, order - result.prompt_length + 1)
-    edges = np.arange(0, positions, wide)
-    starts = range(1, steps + 1, tall)
-    grid = np.full((len(starts), edges.size), np.nan)
-    for row, start in zip(grid, starts, strict=True):
-        end = min(start + tall - 1, steps)
-        exist = np.maximum(0, end - np.maximum(start, born) + 1)
-        there = np.add.reduceat(exist, edges)
-        held = np.add.reduceat(_kept_steps(result, order, born, start, end), edges)
-        np.divide(held, there, out=row, where=there > 0)
-    return grid
-
-
-def _rows(covered: Sequence[Rectangle], extent: tuple[int, int], size: tuple[int, int]) -> list[Row]:
-    """Give rectangles in positions and steps, ends excluded."""
-    (positions, steps), (wide, tall) = extent, size
+def _rows(covered: Sequence[Rectangle], window: Window, wide: int, tall: int) -> list[Row]:
+    """Give rectangles in columns and steps, ends excluded."""
+    across, down = window.edges(wide, tall)
     return [
-        {
-            "x": x0 * wide,
-            "x2": min(x1 * wide, positions),
-            "y": y0 * tall + 1,
-            "y2": min(y1 * tall, steps) + 1,
-            "kept": kept,
-        }
+        {"x": across[x0], "x2": across[x1], "y": down[y0], "y2": down[y1], "kept": kept}
         for x0, x1, y0, y1, kept in covered
     ]
 
 
-def _kept_steps(
-    result: Result, order: npt.NDArray[np.intp], born: npt.NDArray[np.intp], start: int, end: int
-) -> FloatArray:
-    """Count the steps from `start` to `end` after which each position is retained, averaged over groups."""
-    if result.outcome.retained is not None:
-        sets = result.outcome.retained[start - 1 : end]
-        total: FloatArray = sets.mean(axis=1)[:, order].sum(axis=0)
-        return total
-    gone = result.evicted_at[:, order]
-    last = np.where(gone < 0, result.num_steps, gone - 1)
-    spans = np.maximum(0, np.minimum(end, last) - np.maximum(start, born) + 1)
-    mean: FloatArray = spans.mean(axis=0)
-    return mean
-
-
-def _panel(rows: list[Row], extent: tuple[int, int], wide: int, names: tuple[str | None, str], sort: str) -> alt.Chart:
-    (positions, steps), (x_name, y_name) = extent, names
-    seam = min(0.7, 0.4 * WIDTH * wide / positions)
-    x = number("x", x_name, scale=alt.Scale(domain=[0, positions], nice=False), format="d")
-    y = number("y", y_name, scale=alt.Scale(domain=[1, steps + 1], reverse=True, nice=False), format="d", tickCount=5)
+def _panel(rows: list[Row], window: Window, wide: int, tall: int, sort: str) -> alt.Chart:
+    x_name = "position" if sort == "position" else "position, by reference utility (high → low)"
+    x_name += f"; bins of {wide}" if wide > 1 else ""
+    y_name = "decode step t" + (f"; bins of {tall}" if tall > 1 else "")
+    seam = min(0.7, 0.4 * WIDTH * wide / window.columns.size)
+    x = number("x", x_name, scale=alt.Scale(domain=[window.x, window.end], nice=False), format="d")
+    y_scale = alt.Scale(domain=[window.first, window.last + 1], reverse=True, nice=False)
+    y = number("y", y_name, scale=y_scale, format="d", tickCount=5)
     x["axis"]["grid"] = y["axis"]["grid"] = False
     tips = [
         alt.Tooltip("x:Q", title=f"from {'position' if sort == 'position' else 'rank'}"),
@@ -261,28 +348,34 @@ def _panel(rows: list[Row], extent: tuple[int, int], wide: int, names: tuple[str
             y2="y2:Q",
             fill=alt.Fill("kept:Q", **colour),
             # Hides the seams between cells without hiding thin ones.
-            stroke=alt.Stroke("kept:Q", scale=colour["scale"], legend=None),
+            stroke=alt.Stroke("kept:Q", **colour),
             tooltip=tips,
         )
     )
     return chart
 
 
-def _lines(result: Result, sort: str) -> alt.LayerChart:
-    budget, prompt, steps = float(result.budget), result.prompt_length, result.num_steps
+def _lines(result: Result, window: Window, sort: str) -> list[alt.LayerChart]:
+    """Draw the budget, or the newest B positions and the end of the prompt, where the window has them."""
+    budget, prompt = _budget(result, window), result.prompt_length
+    ends = window.first, window.last + 1
     if sort == "utility":
-        ends: list[Row] = [{"x": budget, "y": 1}, {"x": budget, "y": steps + 1}]
-        return layered(_path(ends, [5, 3]))
-    newest = [{"x": max(0.0, prompt + step - 1 - budget), "y": step} for step in (1, steps + 1)]
-    prompt_end: list[Row] = [{"x": prompt, "y": 1}, {"x": prompt, "y": steps + 1}]
-    return layered(_path(newest, [5, 3]), _path(prompt_end, [1, 3]))
+        paths = [([budget, budget], [5, 3])]
+    else:
+        newest = [max(0.0, prompt + step - 1 - budget) for step in ends]
+        paths = [(newest, [5, 3]), ([float(prompt)] * 2, [1, 3])]
+    return [
+        _path([{"x": x, "y": y} for x, y in zip(xs, ends, strict=True)], dash)
+        for xs, dash in paths
+        if max(xs) >= window.x and min(xs) <= window.end
+    ]
 
 
 def _path(rows: Sequence[Row], dash: list[int]) -> alt.LayerChart:
     """Draw a line that can be seen on dark cells as well as on light ones."""
     base = alt.Chart(embed(rows)).encode(x="x:Q", y="y:Q")
-    under = base.mark_line(color="white", strokeWidth=3, opacity=0.75)
-    return layered(under, base.mark_line(color="black", strokeDash=dash, strokeWidth=1.2))
+    under = base.mark_line(color="white", strokeWidth=3, opacity=0.75, clip=True)
+    return layered(under, base.mark_line(color="black", strokeDash=dash, strokeWidth=1.2, clip=True))
 
 
 def evictions(results: Results) -> alt.VConcatChart:

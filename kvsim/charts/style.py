@@ -6,7 +6,7 @@ areas by lightness. Colours of lines are Okabe and Ito's, in an order of alterna
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import altair as alt
 
@@ -52,6 +52,19 @@ MARKS = 10
 Row = dict[str, Any]
 
 
+class Embedded(alt.InlineData):
+    """Data that a chart carries with it; copies of a chart, which Altair makes many of, share it.
+
+    Made by `embed` alone, which has checked every value; the whole chart is validated when it is written.
+    """
+
+    _class_is_valid_at_instantiation: ClassVar[bool] = False
+
+    def __deepcopy__(self, memo: Any = None) -> "Embedded":
+        """See `copy.deepcopy`."""
+        return self
+
+
 def embed(rows: Iterable[Mapping[str, Any]]) -> alt.InlineData:
     """Turn rows into data that a chart carries with it; numbers are rounded to six significant digits.
 
@@ -65,7 +78,7 @@ def embed(rows: Iterable[Mapping[str, Any]]) -> alt.InlineData:
         raise KvsimError("nothing to draw: no row has a value")
     if len(values) > MAX_ROWS:
         raise KvsimError(f"a chart holds {MAX_ROWS} rows, got {len(values)}; draw fewer policies or recordings at once")
-    return alt.InlineData(values=values)
+    return Embedded(values=values)
 
 
 def _plain(name: str, value: Any) -> Any:

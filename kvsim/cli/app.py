@@ -43,6 +43,8 @@ def app(
         "browser.gatherUsageStats": "false",
         "client.toolbarMode": "minimal",
         "server.fileWatcherType": "none",
+        # Sliders have a default, which a shared URL leaves out, and are set from charts and buttons too.
+        "global.disableWidgetStateDuplicationWarning": "true",
     }
     words = [f"--{name}={value}" for name, value in options.items()]
     os.environ[TRACES] = os.pathsep.join(found)

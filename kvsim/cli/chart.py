@@ -41,6 +41,12 @@ def chart(
         str | None, typer.Option(metavar="ORDER", help="For retention: position (the default) or utility.")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="For retention: the raw top-B sets as well.")] = False,
+    both: Annotated[
+        bool, typer.Option("--both", help="For retention: with eviction, and below it in shadow mode.")
+    ] = False,
+    steps: Annotated[
+        str | None, typer.Option(metavar="I-J", help="For retention: the steps shown, both included.")
+    ] = None,
     shadow: Shadow = False,
     h: Annotated[int, typer.Option("--h", metavar="STEPS", help="For tradeoff: half width of the average.")] = 8,
     step: Annotated[
@@ -56,12 +62,15 @@ def chart(
         str, typer.Option(metavar="R,R,…", help="For budgets and cost: compression ratios, each the fraction REMOVED.")
     ] = ",".join(RATIOS),
     positions: Annotated[
-        str | None, typer.Option(metavar="I-J,K,…", help="For received: the tokens, by position.")
+        str | None, typer.Option(metavar="I-J,K,…", help="For received: the tokens, by position. For retention: I-J.")
     ] = None,
     layer: Annotated[
         int | None, typer.Option(metavar="L", help="For received: one layer; the mean over layers by default.")
     ] = None,
-    group: Annotated[int, typer.Option(metavar="G", help="For received: the policy's retention group, from 0.")] = 0,
+    group: Annotated[
+        int | None,
+        typer.Option(metavar="G", help="One retention group, from 0. For received 0, for retention the mean of all."),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -99,6 +108,8 @@ def chart(
             sort=sort,
             shadow=shadow,
             raw=raw,
+            both=both,
+            steps=steps,
             h=h,
             bound=bound,
             scorers=scorer or [],

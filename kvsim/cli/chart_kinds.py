@@ -13,6 +13,7 @@ from kvsim.engines.outcome import METRICS, Progress
 from kvsim.errors import KvsimError, unknown_name
 from kvsim.policy import Policy, parse
 from kvsim.predictions import MEASURES
+from kvsim.ranges import read_range
 from kvsim.replay import replay_many
 from kvsim.result import Result
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     Chart = alt.LayerChart | alt.VConcatChart
 
-__all__ = ["KINDS", "RATIOS", "Kind", "Request"]
+__all__ = ["KINDS", "RATIOS", "Kind", "Request", "check_metric"]
 
 RATIOS = ("0.5", "0.75", "0.9", "0.95")
 
@@ -42,8 +43,10 @@ class Request:
         For policies without one.
     metric, sort : str or None
         The metric of a chart that has a choice, and the order of a retention map.
-    shadow, raw : bool
-        Evict nothing; draw the raw top-B sets too.
+    shadow, raw, both : bool
+        Evict nothing; draw the raw top-B sets too; draw both modes.
+    steps : str or None
+        The steps of a retention map, as `kvsim.ranges.read_range` reads them.
     h : int
         Half width of the moving average of the trade-off.
     ratios : tuple of str
@@ -59,11 +62,11 @@ class Request:
     cells : int or None
         Most cells of a retention map; None for the default.
     positions : str or None
-        The tokens of `received`, as `kvsim.ranges.read_positions` reads them.
+        The tokens of `received`, as `kvsim.ranges.read_positions` reads them, or the range of a retention map.
     layer : int or None
         The layer of `received`; None for the mean over all.
-    group : int
-        The retention group of `received`.
+    group : int or None
+        The retention group of `received`, 0 by default, or of a retention map, the mean over all by default.
     advance : callable
         Told (done, all).
     """
@@ -75,6 +78,8 @@ class Request:
     sort: str | None = None
     shadow: bool = False
     raw: bool = False
+    both: bool = False
+    steps: str | None = None
     h: int = 8
     ratios: tuple[str, ...] = RATIOS
     bound: str | None = None
@@ -84,7 +89,7 @@ class Request:
     cells: int | None = None
     positions: str | None = None
     layer: int | None = None
-    group: int = 0
+    group: int | None = None
     advance: Progress = field(default=lambda done, total: None)
 
     def one_trace(self, kind: str) -> Trace:
@@ -137,13 +142,24 @@ def _retention(request: Request) -> "Chart":
     trace = request.one_trace("retention")
     policies = request.chosen(*([] if not request.raw else ["ema:0,over=step"]))
     results = request.results(policies) if request.policies else []
+    if request.both:
+        if request.shadow:
+            raise KvsimError("--both draws the shadow mode too; leave --shadow out")
+        results += request.results(policies, shadow=True)
     if request.raw:
         raws = [Policy(parse("ema:0,over=step").head, group=p.expand().group, budget=p.budget) for p in policies]
-        results = request.results(list(dict.fromkeys(raws)), shadow=True) + results
+        own = dict.fromkeys(raw.with_budget(request.budget) for raw in raws)
+        results = request.results([*own], shadow=True) + results
     sort: Any = request.sort or "position"
     utility = charts.reference_utility(trace) if sort == "utility" else None
     fine: dict[str, Any] = {} if request.cells is None else {"cells": request.cells}
-    return charts.retention(results, sort=sort, utility=utility, **fine)
+    part: dict[str, Any] = {"group": request.group}
+    if request.positions is not None:
+        first, last = read_range(request.positions, "--positions")
+        part["positions"] = first, last + 1
+    if request.steps is not None:
+        part["steps"] = read_range(request.steps, "--steps")
+    return charts.retention(results, sort=sort, utility=utility, **part, **fine)
 
 
 def _evictions(request: Request) -> "Chart":
@@ -193,6 +209,20 @@ def _oracle_gap(request: Request) -> "Chart":
             rows += one.step_rows()
         request.advance(done, len(request.traces))
     return charts.oracle_gap(rows)
+
+
+def _jaccard(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.anatomy import dissect
+
+    policies = request.chosen()
+    if len(policies) < 2:
+        raise KvsimError("jaccard compares policies with the first one: name at least two")
+    found = []
+    for trace in request.traces:
+        results = replay_many(trace, policies, shadow=request.shadow, shadow_churn=False, raw=False)
+        found.append(dissect(results, trace, progress=request.advance))
+    return charts.jaccard(found)
 
 
 def _alpha(request: Request) -> "Chart":
@@ -312,7 +342,7 @@ def _received(request: Request) -> "Chart":
     positions, fates = read_positions(request.positions, trace.num_positions), None
     if request.policies:
         (result,) = request.results(request.chosen())
-        fates = fates_of(result, request.group)
+        fates = fates_of(result, request.group or 0)
     found = attention_on(trace, positions, request.layer, fates=fates, progress=request.advance)
     return charts.attention_received(found, trace, layer=request.layer, fates=fates)
 
@@ -343,7 +373,7 @@ def _needle_grid(request: Request) -> "Chart":
 
 
 KINDS: dict[str, Kind] = {
-    "retention": Kind(_retention, "which positions are kept, step by step; --sort, --raw"),
+    "retention": Kind(_retention, "positions kept, step by step; --sort, --raw, --both, --positions, --steps, --group"),
     "evictions": Kind(_evictions, "when tokens were evicted"),
     "steps": Kind(_steps(None), "a metric over the steps; --metric"),
     "kept-mass": Kind(_steps("kept_mass"), "kept mass over the steps"),
@@ -351,6 +381,7 @@ KINDS: dict[str, Kind] = {
     "churn": Kind(_churn, "churn with and without eviction, beside the raw top-B's"),
     "attended-pairs": Kind(_attended_pairs, "attended pairs up to each step"),
     "oracle-gap": Kind(_oracle_gap, "the gap to the offline optimum up to each step"),
+    "jaccard": Kind(_jaccard, "how much of the first policy's sets each other one has, over the steps"),
     "alpha": Kind(_alpha, "a metric against alpha; --metric"),
     "budgets": Kind(_budgets(None), "a metric against the budget; --metric, --ratios"),
     "cost": Kind(_budgets("kv_bytes"), "a metric against memory; --metric, --ratios"),

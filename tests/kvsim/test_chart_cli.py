@@ -18,8 +18,9 @@ from kvsim.errors import KvsimError
 
 MULTI, LONG = (str(SAMPLES / f"smollm2-{name}") for name in ("multineedle-256", "long-64"))
 BOTH = ["--policy", "ema:0.8", "--policy", "cumulative"]
+PART = ["--positions", "200-278", "--steps", "5-20"]
 WORDS = {
-    "retention": [*BOTH, "--raw", "--sort", "utility"],
+    "retention": [*BOTH, "--raw", "--both", "--sort", "utility", *PART, "--group", "0"],
     "steps": [*BOTH, "--metric", "raw_agreement"],
     "alpha": ["--metric", "raw_agreement"],
     "budgets": [*BOTH, "--ratios", "0.5,0.9"],
@@ -54,6 +55,18 @@ def test_the_numbers_are_those_of_a_replay():
     (rows,) = spec["datasets"].values()
     kept = kvsim.replay(MULTI, "tova", budget=20).outcome.metrics["kept_mass"]
     assert [row["value"] for row in rows] == pytest.approx(kept.tolist(), rel=1e-5)
+
+
+def test_a_part_of_a_map_is_that_of_python():
+    part = ["--positions", "200-278", "--steps", "5-20"]
+    spec = json.loads(
+        run("retention", MULTI, "--policy", "tova", "--raw", "--both", "--group", 3, *part, "--json").stdout
+    )
+    results = [
+        kvsim.replay(MULTI, policy, shadow=shadow)
+        for policy, shadow in (("ema:0,over=step/group=layer", True), ("tova", False), ("tova", True))
+    ]
+    assert spec == charts.retention(results, positions=(200, 279), steps=(5, 20), group=3).to_dict()
 
 
 def test_shadow_and_several_recordings():
@@ -114,10 +127,19 @@ def test_without_the_extra_pages_load_their_libraries_and_pictures_are_refused(t
         (["churn", *BOTH, "--out", "a.html"], "name a recording"),
         (["steps", "--trace", MULTI, *BOTH, "--metric", "mass", "--out", "a.html"], "unknown metric 'mass'"),
         (["retention", "--trace", MULTI, *BOTH, "--sort", "age", "--out", "a.html"], "unknown sort 'age'"),
+        (
+            ["retention", MULTI, *BOTH, "--positions", "9:90", "--out", "a.html"],
+            "--positions takes a range with both ends",
+        ),
+        (["retention", MULTI, *BOTH, "--steps", "9-3", "--out", "a.html"], "--steps 9-3: runs backwards; write 3-9"),
+        (["retention", MULTI, *BOTH, "--steps", "3-99", "--out", "a.html"], "1 <= first <= last <= 24, got (3, 99)"),
+        (["retention", MULTI, *BOTH, "--both", "--shadow", "--out", "a.html"], "leave --shadow out"),
         (["retention", MULTI, LONG, *BOTH, "--out", "a.html"], "retention draws one recording, got 2"),
         (["two-tokens", MULTI, *BOTH, "--out", "a.html"], "two-tokens draws one policy, got 2"),
         (["tradeoff", MULTI, "--policy", "tova", "--h", "-1", "--out", "a.html"], "h must be"),
         (["spectrum", MULTI, "--scorer", "fame", "--out", "a.html"], "unknown score 'fame'"),
+        (["jaccard", MULTI, "--policy", "tova", "--out", "a.html"], "name at least two"),
+        (["jaccard", MULTI, *BOTH, "--policy", "tova", "--out", "a.html"], "give both the same group="),
         (["memory", MULTI, "--policy", "snapkv:16", "--out", "a.html"], "not a linear rule"),
         (["stability", MULTI, *BOTH, "--bound", "tight", "--out", "a.html"], "unknown bound 'tight'"),
         (["stability", MULTI, *BOTH, "--bound", "group", "--out", "a.html"], "valid: asymptotic, finite"),

@@ -15,7 +15,6 @@ from specs import checked, rows_of_chart, series, views
 import kvsim
 from kvsim import charts
 from kvsim.charts import style
-from kvsim.charts.rectangles import rectangles
 from kvsim.errors import KvsimError
 from kvsim.intervals import over_traces
 from kvsim.synth import Synthetic, write_synthetic
@@ -193,163 +192,6 @@ def test_a_long_line_is_thinned_to_means_and_ranges():
     assert "low" not in rows[0]
 
 
-# --- maps -------------------------------------------------------------------------------------------------------------
-
-
-def kept_fraction(result, order, x, y, wide, tall):
-    """The mean over positions, steps and groups of one cell, counted one by one."""
-    kept = exist = 0
-    groups = result.plan.groups.count
-    for step in range(y, min(y + tall, result.num_steps + 1)):
-        sets = [set(result.retained(step, g).tolist()) for g in range(groups)]
-        for position in order[x : x + wide].tolist():
-            if position < result.prompt_length + step:
-                exist += groups
-                kept += sum(position in one for one in sets)
-    return kept / exist if exist else None
-
-
-@pytest.mark.parametrize("sort", ["position", "utility"])
-def test_a_retention_map_counts_what_is_kept(results, shadows, sort):
-    trace = kvsim.open_trace(MULTI)
-    utility = charts.reference_utility(trace)
-    shown = [results[0], results[2], shadows[1]]
-    chart = charts.retention(shown, sort=sort, utility=utility, cells=240)
-    checked(chart)
-    tables = [table for table in rows_of_chart(chart) if "kept" in table[0]]
-    assert len(tables) == 3
-    order = np.argsort(-utility, kind="stable") if sort == "utility" else np.arange(trace.num_positions)
-    encoding = chart.to_dict()["vconcat"][-1]["layer"][0]["encoding"]
-    assert "bins of 20" in encoding["x"]["title"]
-    tall = int(encoding["y"]["title"].rpartition(" ")[2])
-    for result, table in zip(shown, tables, strict=True):
-        drawn = {}
-        for row in table:
-            for cell in itertools.product(range(row["x"], row["x2"], 20), range(row["y"], row["y2"], tall)):
-                assert cell not in drawn
-                drawn[cell] = row["kept"]
-        for x, y in itertools.product(range(0, trace.num_positions, 20), range(1, 25, tall)):
-            expected = kept_fraction(result, order, x, y, 20, tall)
-            assert drawn.get((x, y)) == (None if expected is None else pytest.approx(expected, rel=1e-5))
-
-
-def test_rectangles_cover_a_grid_exactly():
-    rng = np.random.default_rng(0)
-    for shape in ((1, 1), (3, 7), (9, 4), (1, 12), (12, 1)):
-        for levels in (1, 2, 5):
-            grid = rng.integers(levels, size=shape) / 4
-            grid[rng.random(shape) < 0.2] = np.nan
-            again = np.full(shape, np.nan)
-            for x0, x1, y0, y1, value in rectangles(grid):
-                assert np.isnan(again[y0:y1, x0:x1]).all()
-                again[y0:y1, x0:x1] = value
-            np.testing.assert_array_equal(again, grid)
-    assert rectangles(np.zeros((5, 8))) == [(0, 8, 0, 5, 0.0)]
-    assert len(rectangles(np.tile([0.0, 1, 0, 1], (6, 1)))) == len(rectangles(np.tile([0.0, 1, 0, 1], (6, 1)).T)) == 4
-
-
-def test_a_fine_retention_map_draws_every_token_and_step():
-    trace = kvsim.open_trace(NEEDLE)
-    result = kvsim.replay(trace, "ema:0.8")
-    chart = charts.retention(result, cells=60_000)
-    (table, *_) = (rows for rows in rows_of_chart(chart) if "kept" in rows[0])
-    assert len(table) < trace.num_positions, "kept runs of a token, and joined ones of those evicted at once"
-    encoding = chart.to_dict()["vconcat"][-1]["layer"][0]["encoding"]
-    assert (encoding["x"]["title"], encoding["y"]["title"]) == ("position", "decode step t")
-    for step in (1, 20, trace.num_steps):
-        kept = [p for row in table if row["kept"] and row["y"] <= step < row["y2"] for p in range(row["x"], row["x2"])]
-        assert sorted(kept) == result.retained(step).tolist()
-    noisy = [kvsim.replay(trace, f"ema:{alpha},over=step", shadow=True) for alpha in (0, 0.3, 0.6)]
-    checked(charts.retention(noisy, cells=60_000))
-    for cells in (60_001, 0):
-        with pytest.raises(KvsimError, match=f"cells must be from 1 to 60,000, over all panels, got {cells:,}"):
-            charts.retention(result, cells=cells)
-
-
-def test_reference_utility_is_the_mean_over_the_steps_a_position_has_seen():
-    trace = kvsim.open_trace(LONG)
-    utility = charts.reference_utility(trace)
-    for position in (0, 30, trace.prompt_length, trace.num_positions - 1):
-        own = [
-            trace.score_rows(step)[:, position].mean()
-            for step in range(1, trace.num_steps + 1)
-            if position < trace.prompt_length + step
-        ]
-        assert utility[position] == pytest.approx(np.mean(own), rel=1e-6)
-
-
-def test_the_raw_sets_are_a_shadow_of_the_layer_mean(results, shadows):
-    np.testing.assert_array_equal(shadows[0].outcome.metrics["churn"], results[0].outcome.metrics["raw_churn"])
-    titles = [panel["title"]["text"] for panel in charts.retention(shadows[:2]).to_dict()["vconcat"]]
-    assert titles == ["raw top-B: ema:0,over=step", "ema:0.8"]
-    both = charts.retention([shadows[0], results[0]]).to_dict()
-    titles = [panel["title"]["text"] for panel in both["vconcat"]]
-    assert titles == ["raw top-B: ema:0,over=step, shadow mode: nothing is evicted", "ema:0.8, irreversible"]
-    small = both["title"]["subtitle"]
-    assert small[1] == "open loop; B = 25 tokens"
-    assert "white: positions that are not there yet" in small[2]
-
-
-def test_small_print_says_what_a_number_depends_on(results):
-    trace = kvsim.open_trace(MULTI)
-    utility = charts.reference_utility(trace)
-    sorted_ = charts.retention(results[0], sort="utility", utility=utility).to_dict()["title"]["subtitle"]
-    assert sorted_[-1].startswith("reference utility: attention to a position, mean over layers")
-    named = charts.retention(results[0], sort="utility", utility=utility, meaning="mine").to_dict()
-    assert named["title"]["subtitle"][-1] == "reference utility: mine"
-    rows = [result.summary() for result in results]
-    small = charts.alpha_sensitivity(rows).to_dict()["title"]["subtitle"]
-    assert small[1] == "irreversible; open loop; B = 10% of the prompt = 25 tokens"
-    fixed = [{**row, "policy": row["policy"].replace("10%", "25")} for row in rows]
-    assert "B = 25 tokens" in charts.alpha_sensitivity(fixed).to_dict()["title"]["subtitle"][1]
-    mixed = charts.alpha_sensitivity([*rows, fixed[0] | {"budget": 9}]).to_dict()["title"]["subtitle"]
-    assert "B =" not in mixed[1]
-
-
-def test_the_optimum_looks_like_no_policy(results):
-    oracle = kvsim.replay(MULTI, "oracle:bound")
-    for chart in (charts.oracle_gap([*results[:2], oracle]), charts.churn(results)):
-        (rule,) = (view for view in views(chart.to_dict()) if view["mark"]["type"] == "rule")
-        assert rule["mark"]["strokeWidth"] > 3
-        assert rule["mark"]["color"] not in style.COLOURS
-        assert "strokeDash" not in rule["mark"]
-        assert any("thick grey: " in note for note in chart.to_dict()["title"]["subtitle"])
-
-
-def test_a_retention_map_refuses_what_it_cannot_show(results):
-    with pytest.raises(KvsimError, match="one recording"):
-        charts.retention([results[0], kvsim.replay(LONG, "ema:0.8")])
-    with pytest.raises(KvsimError, match="needs utility="):
-        charts.retention(results, sort="utility")
-    with pytest.raises(KvsimError, match=r"279 numbers.*\[3\]"):
-        charts.retention(results, sort="utility", utility=[1, 2, 3])
-    with pytest.raises(KvsimError, match="unknown sort 'age'"):
-        charts.retention(results, sort="age")
-
-
-def test_evictions_are_all_there(results):
-    chart = charts.evictions(results)
-    checked(chart)
-    tables = [table for table in rows_of_chart(chart) if "of" in table[0]]
-    for result, table in zip(results, tables, strict=True):
-        gone = result.evicted_at
-        assert sum(row["tokens"] for row in table) == pytest.approx((gone >= 0).sum() / gone.shape[0], rel=1e-5)
-        first = {row["step"]: row["tokens"] for row in table if row["of"] == "prompt"}
-        when = 0 if result.policy.startswith("snapkv") else 1
-        assert first[when] == pytest.approx((gone[:, : result.prompt_length] == when).sum() / gone.shape[0], rel=1e-5)
-        assert all(row["level"] == row["tokens"] * (1 if row["of"] == "prompt" else -1) for row in table)
-
-
-def test_evictions_need_evictions(shadows):
-    with pytest.raises(KvsimError, match="shadow"):
-        charts.evictions(shadows)
-    with pytest.raises(KvsimError, match="nothing was evicted"):
-        charts.evictions(kvsim.replay(MULTI, "full"))
-    both = charts.evictions(kvsim.replay_many(MULTI, ["full", "tova"]))
-    checked(both)
-    assert [panel["title"]["text"] for panel in both.to_dict()["vconcat"]] == ["full", "tova"]
-
-
 # --- settings and costs -----------------------------------------------------------------------------------------------
 
 
@@ -461,6 +303,16 @@ def test_a_needle_grid_averages_samples():
 
 
 # --- rankings ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_optimum_looks_like_no_policy(results):
+    oracle = kvsim.replay(MULTI, "oracle:bound")
+    for chart in (charts.oracle_gap([*results[:2], oracle]), charts.churn(results)):
+        (rule,) = (view for view in views(chart.to_dict()) if view["mark"]["type"] == "rule")
+        assert rule["mark"]["strokeWidth"] > 3
+        assert rule["mark"]["color"] not in style.COLOURS
+        assert "strokeDash" not in rule["mark"]
+        assert any("thick grey: " in note for note in chart.to_dict()["title"]["subtitle"])
 
 
 def test_the_oracle_gap_ends_where_the_gap_is():

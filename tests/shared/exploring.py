@@ -1,6 +1,8 @@
 """Opening pages of the explorer without a browser."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 from streamlit.testing.v1 import AppTest
 
@@ -10,7 +12,7 @@ MULTI = str(SAMPLES / "smollm2-multineedle-256")
 LONG = str(SAMPLES / "smollm2-long-64")
 
 
-def open_page(page: str, *, trace: str = NEEDLE, **parameters: str) -> AppTest:
+def open_page(page: str, *, trace: str = NEEDLE, **parameters: str | list[str]) -> AppTest:
     """Run a page as a shared URL with these parameters would show it."""
     app = AppTest.from_string("from kvsim_explorer.main import main\nmain()", default_timeout=120)
     app.query_params["trace"] = trace
@@ -28,3 +30,15 @@ def said(app: AppTest) -> list[str]:
 def errors(app: AppTest) -> list[str]:
     """Give the errors on the page, of kvsim and of Python."""
     return [one.value for one in [*app.error, *app.exception]]
+
+
+def drawn(app: AppTest) -> list[dict[str, Any]]:
+    """Give the charts on the page as specifications with their data, from the top."""
+    import polars as pl
+
+    found = []
+    for one in app.get("vega_lite_chart"):
+        tables = {data.name: pl.read_ipc_stream(data.data.data).to_dicts() for data in one.proto.datasets}
+        rows = {name: [{k: v for k, v in row.items() if v is not None} for row in t] for name, t in tables.items()}
+        found.append({**json.loads(one.proto.spec), "datasets": rows})
+    return found

@@ -2,13 +2,16 @@
 
 from typing import Any
 
-from kvsim_explorer.pages import alpha, heads, oracle, scorers, text, trace
+from kvsim_explorer.pages import alpha, compare, heads, oracle, scorers, text, trace
+from kvsim_explorer.pages import map as map_page
 
 __all__ = ["PAGES"]
 
 PAGES: dict[str, Any] = {
     "trace": trace,
     "text": text,
+    "map": map_page,
+    "compare": compare,
     "alpha": alpha,
     "heads": heads,
     "scorers": scorers,
