@@ -1,0 +1,266 @@
+"""A linear layer with its normalisation, gate and residual in one pass over the weights.
+
+A single vector is multiplied element by element: a program has a few rows of the weight, every thread 16 bytes of each
+at a time, and sums over threads once, at the end. Several vectors go through the tensor cores, and where the output is
+small the programs share its rows' columns and a second launch adds up.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvsim_kernels.launch import multiprocessors
+from kvsim_kernels.linear.reference import check
+
+__all__ = ["linear"]
+
+_THREADS = 128
+_FEW_ROWS = 2048
+_TILE_ROWS = 64
+_TILE_BYTES = 256
+_MOST_VECTORS = 16
+
+
+@triton.jit
+def _finish(y, up, bias, up_bias, residual, out, at, row, mask):
+    """Add biases, gate, add the residual, store."""
+    if bias is not None:
+        y += tl.load(bias + row, mask=mask, other=0.0).to(tl.float32)
+    if up is not None:
+        if up_bias is not None:
+            up += tl.load(up_bias + row, mask=mask, other=0.0).to(tl.float32)
+        y = y * tl.sigmoid(y) * up
+    if residual is not None:
+        y += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _vector(
+    x,
+    weight,
+    norm_weight,
+    bias,
+    up_weight,
+    up_bias,
+    residual,
+    out,
+    eps,
+    height,
+    stride_weight,
+    stride_up,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < height
+    # Rows beyond the last read the last one.
+    place = tl.minimum(row, height - 1).to(tl.int64)[:, None]
+    lane = tl.arange(0, BLOCK)
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    up_sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(0, WIDTH, BLOCK, loop_unroll_factor=2):
+        column = first + lane
+        inside = column < WIDTH
+        # Weights are read once and pass by the first-level cache, where the vector stays.
+        w = tl.load(
+            weight + place * stride_weight + column[None, :],
+            mask=inside[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+        if norm_weight is not None:
+            squares += v * v
+            v *= tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+        sums += w.to(tl.float32) * v[None, :]
+        if up_weight is not None:
+            u = tl.load(
+                up_weight + place * stride_up + column[None, :],
+                mask=inside[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            up_sums += u.to(tl.float32) * v[None, :]
+    y = tl.sum(sums, 1)
+    up = None
+    if up_weight is not None:
+        up = tl.sum(up_sums, 1)
+    if norm_weight is not None:
+        scale = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+        y *= scale
+        if up_weight is not None:
+            up *= scale
+    _finish(y, up, bias, up_bias, residual, out, row, row, is_row)
+
+
+@triton.jit
+def _matrix(
+    x,
+    weight,
+    norm_weight,
+    bias,
+    up_weight,
+    up_bias,
+    residual,
+    out,
+    parts,
+    eps,
+    batch,
+    height,
+    stride_x,
+    stride_weight,
+    stride_up,
+    WIDTH: tl.constexpr,
+    VECTORS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(1)
+    vector, lane = tl.arange(0, VECTORS), tl.arange(0, BLOCK)
+    is_row, is_vector = row < height, vector < batch
+    place = tl.minimum(row, height - 1).to(tl.int64)[None, :]
+    x += vector[:, None] * stride_x
+    if norm_weight is not None:
+        squares = tl.zeros([VECTORS, BLOCK], tl.float32)
+        for first in tl.range(0, WIDTH, BLOCK):
+            inside = is_vector[:, None] & (first + lane < WIDTH)[None, :]
+            v = tl.load(x + (first + lane)[None, :], mask=inside, other=0.0).to(tl.float32)
+            squares += v * v
+        scale = tl.rsqrt(tl.sum(squares, 1) / WIDTH + eps)
+    share = tl.cdiv(tl.cdiv(WIDTH, BLOCK), SPLITS) * BLOCK
+    sums = tl.zeros([VECTORS, ROWS], tl.float32)
+    up_sums = tl.zeros([VECTORS, ROWS], tl.float32)
+    for first in tl.range(split * share, tl.minimum(split * share + share, WIDTH), BLOCK):
+        column = first + lane
+        inside = column < WIDTH
+        v = tl.load(x + column[None, :], mask=is_vector[:, None] & inside[None, :], other=0.0)
+        if norm_weight is not None:
+            g = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+            v = (v.to(tl.float32) * scale[:, None] * g[None, :]).to(v.dtype)
+        w = tl.load(weight + place * stride_weight + column[:, None], mask=inside[:, None], other=0.0)
+        sums = tl.dot(v, w, sums, input_precision="ieee")
+        if up_weight is not None:
+            u = tl.load(up_weight + place * stride_up + column[:, None], mask=inside[:, None], other=0.0)
+            up_sums = tl.dot(v, u, up_sums, input_precision="ieee")
+    mask = is_vector[:, None] & is_row[None, :]
+    at = vector[:, None] * height + row[None, :]
+    if parts is not None:
+        parts += split * batch * height
+        tl.store(parts + at, sums, mask=mask)
+        if up_weight is not None:
+            tl.store(parts + SPLITS * batch * height + at, up_sums, mask=mask)
+    else:
+        _finish(
+            sums, up_sums if up_weight is not None else None, bias, up_bias, residual, out, at,
+            tl.broadcast_to(row[None, :], [VECTORS, ROWS]), mask,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_up(
+    parts,
+    bias,
+    up_bias,
+    residual,
+    out,
+    size,
+    height,
+    GATED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    split = tl.arange(0, SPLITS_2)
+    mask = at < size
+    part = parts + split[:, None] * size + at[None, :]
+    known = (split < SPLITS)[:, None] & mask[None, :]
+    y = tl.sum(tl.load(part, mask=known, other=0.0), 0)
+    up = None
+    if GATED:
+        up = tl.sum(tl.load(part + SPLITS * size, mask=known, other=0.0), 0)
+    _finish(y, up, bias, up_bias, residual, out, at, at % height, mask)
+
+
+def split_count(programs: int, blocks: int, device: torch.device) -> int:
+    """Choose how many programs share rows: two for each multiprocessor in all, four blocks of columns each at least."""
+    return max(1, min(2 * multiprocessors(device) // programs, blocks // 4, 32))
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    bias: torch.Tensor | None = None,
+    up_weight: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Multiply by a weight; see `kvsim_kernels.linear.reference.linear`.
+
+    Everything is summed in float32 and rounded once, at the end; with more than one vector the normalised input is
+    rounded to its type as well, for the tensor cores.
+
+    Parameters
+    ----------
+    x, weight, norm_weight, eps, bias, up_weight, up_bias, residual
+        As in the reference, for up to 16 vectors; x and the weights share a type, and rows are contiguous.
+    out : Tensor [batch, out], optional
+        Where to write, in its own type; contiguous. It may be `residual`.
+    splits : int, optional
+        Programs that share rows of the weight, for more than one vector; chosen for the GPU by default.
+
+    Raises
+    ------
+    ValueError
+        If shapes or types do not fit.
+    """
+    check(x, weight, norm_weight, bias, up_weight, up_bias, residual)
+    batch, width = x.shape
+    height = weight.shape[0]
+    weights = [weight] if up_weight is None else [weight, up_weight]
+    if any(w.dtype != x.dtype for w in weights) or batch > _MOST_VECTORS:
+        raise ValueError(
+            f"at most {_MOST_VECTORS} vectors of the weight's type fit, got {batch} of {x.dtype} and {weight.dtype}"
+        )
+    given = [x, *weights, *(tensor for tensor in (norm_weight, bias, up_bias) if tensor is not None)]
+    if any(tensor.stride(-1) != 1 for tensor in given) or (residual is not None and not residual.is_contiguous()):
+        raise ValueError("rows of x and of the weights, vectors, and the residual must be contiguous")
+    if out is None:
+        out = torch.empty(batch, height, dtype=x.dtype, device=x.device)
+    stride_up = weights[-1].stride(0)
+    if batch == 1:
+        rows = 2 if height <= _FEW_ROWS or up_weight is not None else 4
+        _vector[(triton.cdiv(height, rows),)](
+            x, weight, norm_weight, bias, up_weight, up_bias, residual, out, eps, height, weight.stride(0), stride_up,
+            WIDTH=width, ROWS=rows, BLOCK=min(triton.next_power_of_2(width), _THREADS * 16 // x.element_size()),
+            num_warps=_THREADS // 32,
+        )  # fmt: skip
+        return out
+    rows = _TILE_ROWS // len(weights)
+    block = max(16, min(triton.next_power_of_2(width), _TILE_BYTES // x.element_size()))
+    tiles = triton.cdiv(height, rows)
+    splits = split_count(tiles, triton.cdiv(width, block), x.device) if splits is None else splits
+    parts = None
+    if splits > 1:
+        parts = torch.empty(len(weights), splits, batch, height, dtype=torch.float32, device=x.device)
+    _matrix[(tiles, splits)](
+        x, weight, norm_weight, bias, up_weight, up_bias, residual, out, parts, eps, batch, height, x.stride(0),
+        weight.stride(0), stride_up, WIDTH=width, VECTORS=_MOST_VECTORS, ROWS=rows, BLOCK=block, SPLITS=splits,
+        num_warps=4, num_stages=4,
+    )  # fmt: skip
+    if parts is not None:
+        _add_up[(triton.cdiv(batch * height, 128),)](
+            parts, bias, up_bias, residual, out, batch * height, height,
+            GATED=up_weight is not None, SPLITS=splits, SPLITS_2=triton.next_power_of_2(splits), BLOCK=128, num_warps=4,
+        )  # fmt: skip
+    return out
