@@ -41,6 +41,7 @@ def _scores(
     HEADS: tl.constexpr,
     MEMBERS: tl.constexpr,
     MEMBERS_2: tl.constexpr,
+    VECTOR: tl.constexpr,
     MAXIMUM: tl.constexpr,
 ):
     """Scores [rows, slots] of a group by some rows [layer, batch] of the logits, and which slots are visible."""
@@ -48,14 +49,17 @@ def _scores(
     head = group * MEMBERS + member
     is_head = is_row[:, None] & (member < MEMBERS)[None, :]
     inside = is_head[:, :, None] & (slot < length)[None, None, :]
+    # A mask that changes within 16 bytes would split their load.
+    near = is_head[:, :, None] & (slot // VECTOR * VECTOR < length)[None, None, :]
     query = row[:, None] * HEADS + head[None, :]
-    x = tl.load(logits + query[:, :, None] * slots + slot[None, None, :], mask=inside, other=float("-inf"))
+    x = tl.load(logits + query[:, :, None] * slots + slot[None, None, :], mask=near, other=float("-inf"))
+    x = tl.where(inside, x, float("-inf"))
     z = tl.load(lse + query, mask=is_head, other=0.0)
     seen = x != float("-inf")
     p = tl.where(seen, tl.exp(x - z[:, :, None]), 0.0)
     if norms is not None:
         key = row[:, None] * KV_HEADS + (head // SHARE)[None, :]
-        norm = tl.load(norms + key[:, :, None] * slots + slot[None, None, :], mask=inside, other=0.0).to(tl.float32)
+        norm = tl.load(norms + key[:, :, None] * slots + slot[None, None, :], mask=near, other=0.0).to(tl.float32)
         mean = tl.load(norm_means + key, mask=is_head, other=0.0)
         scale = tl.where(mean > 0, 1 / tl.where(mean > 0, mean, 1.0), 0.0)
         p = tl.where(seen, p * norm * scale[:, :, None], 0.0)
@@ -106,6 +110,7 @@ def _spread(
     HEADS: tl.constexpr,
     MEMBERS: tl.constexpr,
     MEMBERS_2: tl.constexpr,
+    VECTOR: tl.constexpr,
     MAXIMUM: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
@@ -122,7 +127,7 @@ def _spread(
         slot = first + tl.arange(0, BLOCK)
         s, seen = _scores(
             logits, lse, norms, norm_means, row + tl.arange(0, 1), tl.arange(0, 1) == 0, group, slot, length, slots,
-            KV_HEADS, SHARE, HEADS, MEMBERS, MEMBERS_2, MAXIMUM,
+            KV_HEADS, SHARE, HEADS, MEMBERS, MEMBERS_2, VECTOR, MAXIMUM,
         )  # fmt: skip
         s = tl.sum(s, 0)
         mass += s
@@ -157,6 +162,7 @@ def _update(
     HEADS: tl.constexpr,
     MEMBERS: tl.constexpr,
     MEMBERS_2: tl.constexpr,
+    VECTOR: tl.constexpr,
     MAXIMUM: tl.constexpr,
     RESET: tl.constexpr,
     PIECES: tl.constexpr,
@@ -180,7 +186,7 @@ def _update(
         row = layer.to(tl.int64) * BATCH + batch
         s, seen = _scores(
             logits, lse, norms, norm_means, row, is_layer, group, slot, length, slots,
-            KV_HEADS, SHARE, HEADS, MEMBERS, MEMBERS_2, MAXIMUM,
+            KV_HEADS, SHARE, HEADS, MEMBERS, MEMBERS_2, VECTOR, MAXIMUM,
         )  # fmt: skip
         s = tl.where(is_layer[:, None], s, 0.0)
         visible = tl.maximum(visible, tl.max(seen, 0))
@@ -249,7 +255,7 @@ def score_update(
     a single slot, has an absolute error of that size. Sums run in a fixed order: the same input gives the same bits.
 
     Coefficients, lengths and slots are read by the GPU only, so that the call can be captured in a CUDA graph. Loads
-    are widest where the number of slots is a multiple of 16, which a cache can be padded to.
+    are 16 bytes wide where the number of slots is a multiple of 4, which a cache can be padded to.
 
     Parameters
     ----------
@@ -278,6 +284,7 @@ def score_update(
         "HEADS": count,
         "MEMBERS": members,
         "MEMBERS_2": triton.next_power_of_2(members),
+        "VECTOR": 1 if slots % 4 else 4,
         "MAXIMUM": heads == "max",
     }
     means = parts = None

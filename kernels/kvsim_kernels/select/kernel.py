@@ -14,16 +14,18 @@ _ORDER_BLOCK = 64
 
 
 @triton.jit
-def _ranked(state, positions, slot, length, n_sink, first_recent):
+def _ranked(state, positions, slot, length, n_sink, first_recent, VECTOR: tl.constexpr):
     """Rank, position and the marks `visible` and `free` of some slots.
 
     Ranks order like (state, position): the bits of a float32 as an integer that sorts alike, above the position's.
     """
-    m = tl.load(state + slot, mask=slot < length, other=0.0)
+    # A mask that changes within 16 bytes would split their load.
+    near = slot // VECTOR * VECTOR < length
+    m = tl.load(state + slot, mask=near, other=0.0)
     # Minus zero equals zero.
     bits = tl.where(m == 0, 0.0, m).to(tl.int32, bitcast=True)
-    position = tl.load(positions + slot, mask=slot < length, other=-1).to(tl.int32)
-    visible = position >= 0
+    position = tl.load(positions + slot, mask=near, other=-1).to(tl.int32)
+    visible = (position >= 0) & (slot < length)
     free = visible & (position >= n_sink) & (position < first_recent)
     rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) * 4294967296 + position
     return rank, position, visible, free
@@ -44,6 +46,7 @@ def _survivors(
     stride_group,
     width,
     GROUPS: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -58,7 +61,7 @@ def _survivors(
     seen = tl.zeros([BLOCK], tl.int32)
     loose = tl.zeros([BLOCK], tl.int32)
     for first in tl.range(0, length, BLOCK):
-        _, _, visible, free = _ranked(state, positions, first + lane, length, n_sink, first_recent)
+        _, _, visible, free = _ranked(state, positions, first + lane, length, n_sink, first_recent, VECTOR)
         seen += visible.to(tl.int32)
         loose += free.to(tl.int32)
     total, unprotected = tl.sum(seen, 0), tl.sum(loose, 0)
@@ -74,7 +77,7 @@ def _survivors(
     while searching:
         histogram = tl.zeros([256], tl.int32)
         for first in tl.range(0, length, BLOCK):
-            rank, _, _, free = _ranked(state, positions, first + lane, length, n_sink, first_recent)
+            rank, _, _, free = _ranked(state, positions, first + lane, length, n_sink, first_recent, VECTOR)
             # Unsigned, so that bytes order like numbers.
             rank = rank ^ sign
             alike = free & ((rank & known) == found)
@@ -92,7 +95,7 @@ def _survivors(
     cut = tl.where(known == 0, sign, cut)
     count = tl.full([], 0, tl.int32)
     for first in tl.range(0, length, BLOCK):
-        rank, _, visible, free = _ranked(state, positions, first + lane, length, n_sink, first_recent)
+        rank, _, visible, free = _ranked(state, positions, first + lane, length, n_sink, first_recent, VECTOR)
         stays = visible & ((rank > cut) | (free == 0))
         place = count + tl.cumsum(stays.to(tl.int32), 0) - 1
         tl.store(kept + place, (first + lane).to(tl.int32), mask=stays & (place < width))
@@ -137,6 +140,7 @@ def _evicted(
     stride_batch,
     stride_group,
     GROUPS: tl.constexpr,
+    VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -153,7 +157,7 @@ def _evicted(
     alike = tl.zeros([BLOCK], tl.int32)
     for first in tl.range(0, length, BLOCK):
         slot = first + lane
-        rank, _, visible, free = _ranked(state, positions, slot, length, n_sink, first_recent)
+        rank, _, visible, free = _ranked(state, positions, slot, length, n_sink, first_recent, VECTOR)
         seen += visible.to(tl.int32)
         lower = free & (rank < lowest)
         same = free & ((rank >> 32) == (lowest >> 32))
@@ -203,7 +207,7 @@ def select_survivors(
     block = min(_FIRST_BLOCK, triton.next_power_of_2(state.shape[2]))
     _survivors[(rows,)](
         state, positions, lengths, limits, last_positions, kept, counts, ties, *shape, width,
-        GROUPS=state.shape[1], BLOCK=max(256, block), num_warps=max(1, block // 256),
+        GROUPS=state.shape[1], VECTOR=_vector(state), BLOCK=max(256, block), num_warps=max(1, block // 256),
     )  # fmt: skip
     if not ordered:
         kept, unordered = torch.empty_like(kept), kept
@@ -230,9 +234,13 @@ def select_evicted(
     block = min(_STEP_BLOCK, max(256, triton.next_power_of_2(state.shape[2])))
     _evicted[(state.shape[0] * state.shape[1],)](
         state, positions, lengths, limits, last_positions, gone, at, ties, *shape,
-        GROUPS=state.shape[1], BLOCK=block, num_warps=max(1, min(16, block // 256)),
+        GROUPS=state.shape[1], VECTOR=_vector(state), BLOCK=block, num_warps=max(1, min(16, block // 256)),
     )  # fmt: skip
     return Evicted(gone, at, ties)
+
+
+def _vector(state: torch.Tensor) -> int:
+    return 1 if state.shape[2] % 4 else 4
 
 
 def _check(
