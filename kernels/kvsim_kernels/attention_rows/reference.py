@@ -10,7 +10,7 @@ _BLOCK_BYTES = 128 * 2**20
 _MAX_BLOCK = 1024
 
 
-def _grouped(query: torch.Tensor, keys: torch.Tensor) -> int:
+def group_size(query: torch.Tensor, keys: torch.Tensor) -> int:
     """Return how many query heads share a KV head, or raise."""
     if query.shape[0] % keys.shape[0] or query.shape[-1] != keys.shape[-1]:
         raise ValueError(
@@ -63,7 +63,7 @@ def attention_row(
     Tensor [H, n]
         Probabilities in `dtype`.
     """
-    group = _grouped(query, keys)
+    group = group_size(query, keys)
     heads, dim = query.shape
     scaling = dim**-0.5 if scaling is None else scaling
     grouped = query.to(dtype).view(heads // group, group, dim)
@@ -111,7 +111,7 @@ def prompt_mass(
     Tensor [H, L]
         Float32; without sinks each head's mass sums to L.
     """
-    group = _grouped(queries, keys)
+    group = group_size(queries, keys)
     heads, length, dim = queries.shape
     scaling = dim**-0.5 if scaling is None else scaling
     if block is None:

@@ -5,14 +5,12 @@ import triton
 import triton.language as tl
 
 from kvsim_kernels.decode_attention.reference import Attended, check
-from kvsim_kernels.launch import multiprocessors
+from kvsim_kernels.launch import split_count
 
 __all__ = ["decode_attention"]
 
 _TILE_BYTES = 16384
-_PROGRAMS_PER_SM = 2
 _SPLIT_STEP = 16
-_LEAST_SLOTS = 64
 
 
 @triton.jit
@@ -145,12 +143,6 @@ def _combine(
     tl.store(output + query * DIM + dim, found.to(output.dtype.element_ty), mask=dim < DIM)
 
 
-def split_count(batch: int, kv_heads: int, slots: int, device: torch.device) -> int:
-    """Choose how many programs share a KV head's slots: two for each multiprocessor, 64 slots each at least."""
-    wanted = _PROGRAMS_PER_SM * multiprocessors(device) // (batch * kv_heads)
-    return int(max(1, min(wanted, triton.cdiv(slots, _LEAST_SLOTS))))
-
-
 def decode_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -200,7 +192,7 @@ def decode_attention(
         raise ValueError("the last dimension of query, keys and values must be contiguous")
     batch, heads, dim = query.shape
     kv_heads, slots = keys.shape[1:3]
-    splits = split_count(batch, kv_heads, slots, query.device) if splits is None else splits
+    splits = split_count(batch * kv_heads, slots, query.device) if splits is None else splits
     single = {"dtype": torch.float32, "device": query.device}
     if out is None:
         out = torch.empty(batch, heads, dim, dtype=query.dtype, device=query.device)

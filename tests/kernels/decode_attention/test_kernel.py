@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, TYPES, error, ints, normal
 from kvsim_kernels.decode_attention import decode_attention as reference
-from kvsim_kernels.decode_attention.kernel import decode_attention, split_count
+from kvsim_kernels.decode_attention.kernel import decode_attention
 
 # kv_heads, group, dim, slots, splits
 SHAPES = [
@@ -135,12 +135,6 @@ def test_a_great_logit_does_not_overflow():
     exact = reference(query, keys, values, ints(40), dtype=torch.float64)
     assert error(decode_attention(query, keys, values, ints(40), splits=2).output, exact.output) < 1e-6
     assert error(values[:, :, 11], exact.output) < 1e-6
-
-
-def test_split_counts(monkeypatch):
-    monkeypatch.setattr("kvsim_kernels.decode_attention.kernel.multiprocessors", lambda device: 132)
-    found = [split_count(batch, 8, slots, None) for batch, slots in ((1, 65536), (1, 640), (1, 1), (4, 6400), (99, 64))]
-    assert found == [33, 10, 1, 8, 1]
 
 
 def test_shapes_that_do_not_fit():

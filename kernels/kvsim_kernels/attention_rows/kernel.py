@@ -1,0 +1,168 @@
+"""Attention probabilities of a single query: logits split along the keys, then normalised."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvsim_kernels.attention_rows.reference import group_size
+from kvsim_kernels.launch import split_count
+
+__all__ = ["attention_row"]
+
+_TILE_BYTES = 16384
+_BLOCK = 1024
+
+
+@triton.jit
+def _logits(
+    query,
+    keys,
+    mask,
+    logits,
+    part_max,
+    part_sum,
+    length,
+    scaling,
+    softcap,
+    stride_query,
+    stride_key_head,
+    stride_key,
+    stride_mask,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    split, head = tl.program_id(0), tl.program_id(1)
+    share = tl.cdiv(tl.cdiv(length, SPLITS), 16) * 16
+    end = tl.minimum(split * share + share, length)
+    row, dim = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    is_row, is_dim = row < GROUP, dim < DIM
+    own = head * GROUP + row
+    q = tl.load(query + own[:, None] * stride_query + dim[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    keys += head.to(tl.int64) * stride_key_head + dim[:, None]
+    logits += own.to(tl.int64)[:, None] * length
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for first in tl.range(split * share, end, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < end
+        far = place.to(tl.int64)[None, :]
+        k = tl.load(keys + far * stride_key, mask=inside[None, :] & is_dim[:, None], other=0.0)
+        a = tl.dot(q, k, input_precision="ieee") * scaling
+        if softcap is not None:
+            a = softcap * (2 * tl.sigmoid(2 * a / softcap) - 1)
+        known = is_row[:, None] & inside[None, :]
+        if mask is not None:
+            added = tl.load(mask + own[:, None] * stride_mask + place[None, :], mask=known, other=0)
+            if mask.dtype.element_ty == tl.uint8:
+                a = tl.where(added != 0, a, float("-inf"))
+            else:
+                a += added.to(tl.float32)
+        a = tl.where(known, a, float("-inf"))
+        tl.store(logits + far, a, mask=known)
+        higher = tl.maximum(top, tl.max(a, 1))
+        # Minus infinity less itself is no number.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(a - base[:, None]), 1)
+        top = higher
+    part = own * SPLITS + split
+    tl.store(part_max + part, top, mask=is_row)
+    tl.store(part_sum + part, total, mask=is_row)
+
+
+@triton.jit
+def _normalise(
+    logits,
+    part_max,
+    part_sum,
+    sinks,
+    out,
+    length,
+    scale,
+    SPLITS: tl.constexpr,
+    SPLITS_2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    head = tl.program_id(1).to(tl.int64)
+    split = tl.arange(0, SPLITS_2)
+    tops = tl.load(part_max + head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    sums = tl.load(part_sum + head * SPLITS + split, mask=split < SPLITS, other=0.0)
+    top = tl.max(tops, 0)
+    if sinks is not None:
+        top = tl.maximum(top, tl.load(sinks + head).to(tl.float32))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(sums * tl.exp(tops - base), 0)
+    if sinks is not None:
+        total += tl.exp(tl.load(sinks + head).to(tl.float32) - base)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(logits + head * length + place, mask=place < length, other=float("-inf"))
+    p = tl.exp(a - base) / tl.where(total > 0, total, 1.0) * scale
+    tl.store(out + head * length + place, p.to(out.dtype.element_ty), mask=place < length)
+
+
+def attention_row(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Attention probabilities of a single query; see `kvsim_kernels.attention_rows.reference.attention_row`.
+
+    Everything is computed in float32 from products in the type of the keys; a row without any visible key is zero.
+
+    Parameters
+    ----------
+    query, keys, scaling, softcap, mask, sink_logits
+        As in the reference; query and keys share a type, and their last dimension is contiguous, as is the mask's.
+    dtype : torch.dtype
+        Of the result.
+    scale : float
+        Factor on the probabilities: 2**15 with float16 is how traces store them.
+    out : Tensor [H, n], optional
+        Where to write, in its own type; contiguous.
+    splits : int, optional
+        Programs for each KV head; chosen for the GPU by default.
+
+    Raises
+    ------
+    ValueError
+        If shapes or types do not fit.
+    """
+    group = group_size(query, keys)
+    if query.dtype != keys.dtype or query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"query and keys must share a type of at most 32 bits, got {query.dtype} and {keys.dtype}")
+    if any(tensor is not None and tensor.stride(-1) != 1 for tensor in (query, keys, mask)):
+        raise ValueError("the last dimension of query, keys and mask must be contiguous")
+    heads, dim = query.shape
+    kv_heads, length = keys.shape[:2]
+    splits = split_count(kv_heads, length, query.device) if splits is None else splits
+    if out is None:
+        out = torch.empty(heads, length, dtype=dtype, device=query.device)
+    logits = torch.empty(heads, length, dtype=torch.float32, device=query.device)
+    part_max, part_sum = torch.empty(2, heads, splits, dtype=torch.float32, device=query.device)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+    width = max(16, triton.next_power_of_2(dim))
+    block = min(128, max(16, _TILE_BYTES // (width * query.element_size())))
+    _logits[(splits, kv_heads)](
+        query, keys, mask, logits, part_max, part_sum, length,
+        float(dim**-0.5 if scaling is None else scaling), softcap,
+        query.stride(0), keys.stride(0), keys.stride(1), mask.stride(0) if mask is not None and mask.ndim > 1 else 0,
+        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, WIDTH=width, BLOCK=block, SPLITS=splits,
+        num_warps=4, num_stages=4,
+    )  # fmt: skip
+    _normalise[(triton.cdiv(length, _BLOCK), heads)](
+        logits, part_max, part_sum, sink_logits, out, length, float(scale),
+        SPLITS=splits, SPLITS_2=triton.next_power_of_2(splits), BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out
