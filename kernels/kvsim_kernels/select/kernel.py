@@ -102,7 +102,7 @@ def _survivors(
         count += tl.sum(stays.to(tl.int32), 0)
     for first in tl.range(count, width, BLOCK):
         tl.store(kept + first + lane, tl.full([BLOCK], -1, tl.int32), mask=first + lane < width)
-    tl.store(counts + row, count)
+    tl.store(counts + row, tl.minimum(count, width))
     tl.store(ties + row, tied)
 
 

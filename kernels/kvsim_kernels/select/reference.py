@@ -79,7 +79,7 @@ def select_survivors(
     last_positions : Tensor [batch] int32
         The newest position of each sequence.
     width : int
-        The largest budget.
+        The largest budget; what is more, which only protected positions can be, is dropped from the end.
     """
     check(state, positions, limits)
     batch, groups, _ = state.shape
@@ -89,6 +89,7 @@ def select_survivors(
         for group in range(groups):
             own = _Row(state, positions, lengths, limits, last_positions, row, group)
             kept = own.ordered[~torch.isin(own.ordered, own.lowest[: own.lost])]
+            kept = kept[:width]
             slots[row, group, : kept.numel()] = kept.to(torch.int32)
             counts[row, group], ties[row, group] = kept.numel(), own.ties(own.lost)
     return Survivors(slots, counts, ties)

@@ -92,10 +92,15 @@ def test_evicted(case, shape):
 
 
 def test_nothing_but_protected_positions():
-    given = inputs(1, 1, 20, 20, 20, holes=False)
+    given = inputs(1, 1, 20, 20, 20, holes=False, shuffled=False)
     given[3][..., 0] = 19
     assert select_evicted(*given).slots.item() == evicted_reference(*given).slots.item() == -1
     assert select_survivors(*given, width=20).counts.item() == 20
+    # More than fit: nothing is written or read beyond the width.
+    for select in (select_survivors, survivors_reference):
+        found = select(*given, width=15)
+        assert found.counts.item() == 15
+        assert found.slots.flatten().tolist() == torch.argsort(given[1][0, 0])[:15].tolist()
 
 
 @pytest.mark.parametrize(("n_sink", "n_recent"), [(0, 0), (2, 6)])
