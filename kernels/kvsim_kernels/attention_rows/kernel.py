@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from kvsim_kernels.attention_rows.reference import group_size
+from kvsim_kernels.decode_attention.kernel import capped
 from kvsim_kernels.launch import split_count
 
 __all__ = ["attention_row"]
@@ -53,7 +54,7 @@ def _logits(
         k = tl.load(keys + far * stride_key, mask=inside[None, :] & is_dim[:, None], other=0.0)
         a = tl.dot(q, k, input_precision="ieee") * scaling
         if softcap is not None:
-            a = softcap * (2 * tl.sigmoid(2 * a / softcap) - 1)
+            a = capped(a, softcap)
         known = is_row[:, None] & inside[None, :]
         if mask is not None:
             added = tl.load(mask + own[:, None] * stride_mask + place[None, :], mask=known, other=0)

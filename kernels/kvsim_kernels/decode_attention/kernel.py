@@ -7,10 +7,19 @@ import triton.language as tl
 from kvsim_kernels.decode_attention.reference import Attended, check
 from kvsim_kernels.launch import split_count
 
-__all__ = ["decode_attention"]
+__all__ = ["capped", "decode_attention"]
 
 _TILE_BYTES = 16384
 _SPLIT_STEP = 16
+
+
+@triton.jit
+def capped(a, softcap):
+    """Give softcap * tanh(a / softcap): by its series near zero, where the closed form would lose digits."""
+    x = a / softcap
+    y = x * x
+    near = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * 62 / 2835))))
+    return softcap * tl.where(tl.abs(x) < 0.3, near, 2 * tl.sigmoid(2 * x) - 1)
 
 
 @triton.jit
@@ -82,7 +91,7 @@ def _attend(
         k = tl.load(keys + slot[None, :] * stride_key_slot, mask=inside[None, :] & is_dim[:, None], other=0.0)
         a = tl.dot(q, k, input_precision="ieee") * scaling
         if softcap is not None:
-            a = softcap * (2 * tl.sigmoid(2 * a / softcap) - 1)
+            a = capped(a, softcap)
         a = tl.where(seen[None, :], a, float("-inf"))
         if logits is not None:
             tl.store(logits + slot[None, :], a, mask=is_row[:, None] & inside[None, :])

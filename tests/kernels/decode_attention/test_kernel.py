@@ -48,7 +48,7 @@ def test_shapes(kv_heads, group, dim, slots, splits, dtype):
     found = decode_attention(query, keys, values, lengths, with_logits=True, splits=splits)
     exact = reference(query, keys, values, lengths, with_logits=True, dtype=torch.float64)
     single = reference(query, keys, values, lengths)
-    limit = 1e-6 if dtype == torch.float32 else 2 * error(single.output, exact.output)
+    limit = 2e-6 if dtype == torch.float32 else 2 * error(single.output, exact.output)
     assert error(found.output, exact.output) < limit
     assert found.output.dtype == dtype
     logits_agree(found, exact, lengths, 1e-6)
@@ -63,6 +63,7 @@ def test_shapes(kv_heads, group, dim, slots, splits, dtype):
         {"softcap": 3.0},
         {"sinks": True},
         {"scaling": 0.3, "softcap": 50.0, "sinks": True},
+        {"scaling": 0.3, "softcap": 5.0},
         {"positions": "shared"},
         {"positions": "head"},
         {"positions": "shared", "window": 20},
