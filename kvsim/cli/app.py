@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import tempfile
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +50,17 @@ def app(
     }
     words = [f"--{name}={value}" for name, value in options.items()]
     os.environ[TRACES] = os.pathsep.join(found)
+    threading.Thread(target=_warm_up, daemon=True).start()
     from streamlit.web.cli import main as streamlit
 
     streamlit(["run", str(Path(package.origin).parent / "start" / "app.py"), *words], standalone_mode=False)
+
+
+def _warm_up() -> None:
+    """Load, or after an installation compile, what the first page needs, while the browser opens."""
+    import kvsim.charts
+    from kvsim.synth import Synthetic, write_synthetic
+
+    with tempfile.TemporaryDirectory() as folder:
+        trace = write_synthetic(Synthetic(prompt=64, steps=4, layers=2, heads=2), Path(folder) / "trace")
+        kvsim.charts.kept_mass(kvsim.replay(trace, "ema:0.8")).to_dict()

@@ -1,36 +1,16 @@
 """The explorer in a real browser, against what ``kvsim replay --json`` prints."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from browsing import Tab
-from exploring import LONG, MULTI, NEEDLE
+from browsing import Tab, csv_of
+from exploring import LONG, MULTI, NEEDLE, replayed
 
 pytestmark = pytest.mark.slow
-
-
-def replayed(trace: str, *policies: str, budget: str = "10%") -> list[dict[str, Any]]:
-    words = [word for policy in policies for word in ("--policy", policy)]
-    command = [sys.executable, "-m", "kvsim", "replay", "--trace", trace, *words, "--budget", budget, "--json"]
-    done = subprocess.run(command, capture_output=True, check=True)
-    found: list[dict[str, Any]] = json.loads(done.stdout)["results"]
-    return found
-
-
-def csv_of(screen: Tab, name: str) -> list[dict[str, str]]:
-    """Download a table as CSV: what the page shows, whole."""
-    import csv
-
-    with screen.page.expect_download() as coming:
-        screen.page.locator(f".st-key-csv-{name} button").click()
-    with open(coming.value.path(), newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("trace", [NEEDLE, LONG])

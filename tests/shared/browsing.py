@@ -1,6 +1,7 @@
 """A real headless Chromium on a running explorer."""
 
 import contextlib
+import csv
 import os
 import shutil
 import socket
@@ -133,3 +134,11 @@ def tab(running: Browser, address: str, *, width: int = 1280, scheme: Any = "lig
         yield opened
     finally:
         context.close()
+
+
+def csv_of(screen: Tab, name: str) -> list[dict[str, str]]:
+    """Download a table as CSV: what the page shows, whole."""
+    with screen.page.expect_download() as coming:
+        screen.page.locator(f".st-key-csv-{name} button").click()
+    with open(coming.value.path(), newline="") as file:
+        return list(csv.DictReader(file))

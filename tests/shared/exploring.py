@@ -1,6 +1,8 @@
 """Opening pages of the explorer without a browser."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,4 +43,13 @@ def drawn(app: AppTest) -> list[dict[str, Any]]:
         tables = {data.name: pl.read_ipc_stream(data.data.data).to_dicts() for data in one.proto.datasets}
         rows = {name: [{k: v for k, v in row.items() if v is not None} for row in t] for name, t in tables.items()}
         found.append({**json.loads(one.proto.spec), "datasets": rows})
+    return found
+
+
+def replayed(trace: str, *policies: str, budget: str = "10%") -> list[dict[str, Any]]:
+    """Give what ``kvsim replay --json`` prints."""
+    words = [word for policy in policies for word in ("--policy", policy)]
+    command = [sys.executable, "-m", "kvsim", "replay", "--trace", trace, *words, "--budget", budget, "--json"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    found: list[dict[str, Any]] = json.loads(done.stdout)["results"]
     return found
