@@ -12,14 +12,18 @@ import numpy.typing as npt
 import torch
 from kvsim_traces.decoding import choose
 
-from kvsim.errors import KvsimError
+from kvsim.errors import KvsimError, unknown_name
 from kvsim.live.cache import KVSimCache
 from kvsim.live.prefix import Prefix, cache_argument
 from kvsim.live.sequence import Sequence
-from kvsim.policy import Policy
+from kvsim.policy import Policy, parse
+from kvsim.replay import choose_budget
 from kvsim.result import Result
 
-__all__ = ["LiveRun", "decode"]
+__all__ = ["ENGINES", "LiveRun", "decode"]
+
+ENGINES = ("plain", "triton")
+"""Ways of decoding: the plain form is the reference."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,13 @@ class LiveRun:
         Bytes of a full cache at that point.
     evictions, near_ties : int
         Positions evicted, and cuts closer than rounding differs between ways of summing.
+    sequence : Sequence
+        The policy's own view of the run.
+    engine : str
+        What decoded it.
+    allocated_bytes : (int, int) or None
+        Of the engine ``triton``: bytes that PyTorch had allocated on the GPU before the first step and after it, model
+        and prompts included; on a CPU those of the cache alone.
     """
 
     policy: str
@@ -56,6 +67,8 @@ class LiveRun:
     evictions: int
     near_ties: int
     sequence: Sequence
+    engine: str = "plain"
+    allocated_bytes: tuple[int, int] | None = None
 
     def result(self) -> Result:
         """Measure the run as a replay is measured (kept mass, churn, …); not after physical removal."""
@@ -77,6 +90,7 @@ def decode(
     stop: Items[int] = (),
     keep_logits: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    engine: str = "plain",
 ) -> list[LiveRun]:
     """Decode a batch of prompts, each under its own policy, one token at a time.
 
@@ -105,6 +119,9 @@ def decode(
         Whether to keep every step's logits.
     progress : callable, optional
         Called with (steps done, steps in all).
+    engine : {"plain", "triton"}
+        ``triton`` runs one policy for all rows (they may differ in budget) in kernels on a CUDA GPU, a CUDA graph a
+        step, and always removes what is evicted; see `kvsim.live.fast`. It refuses policies that it does not know.
 
     Returns
     -------
@@ -114,9 +131,11 @@ def decode(
     Raises
     ------
     KvsimError
-        On a policy that needs the future, forced tokens outside the vocabulary, lists of unequal length, or a number
-        out of range.
+        On a policy that needs the future, forced tokens outside the vocabulary, lists of unequal length, a number
+        out of range, or an engine that cannot run here.
     """
+    if engine not in ENGINES:
+        raise unknown_name("engine", engine, ENGINES)
     if isinstance(policies, Policy | str):
         policies = [policies] * len(prefixes)
     for prefix in prefixes:
@@ -128,6 +147,17 @@ def decode(
         raise KvsimError(f"temperature must be finite and at least 0, got {temperature}")
     forced = None if force is None else check_forced(force, model)
     steps = steps if forced is None else min(steps, len(forced))
+    if engine == "triton":
+        from kvsim.live.fast import decode_fast
+
+        if steps < 1:
+            raise KvsimError(f"steps must be at least 1, got {steps}")
+        chosen = choose_budget(compression_ratio, budget)
+        given = [(parse(one) if isinstance(one, str) else one).with_budget(chosen) for one in policies]
+        return decode_fast(
+            model, prefixes, given, steps=steps, forced=forced, temperature=temperature, seed=seed, stop=stop,
+            keep_logits=keep_logits, progress=progress,
+        )  # fmt: skip
     cache = KVSimCache(
         list(policies), steps=steps, compression_ratio=compression_ratio, budget=budget, physical=physical
     )
@@ -147,7 +177,7 @@ def decode(
                 if forced is not None:
                     tokens[row] = forced[t - 1]
                 elif not cache.over[row]:
-                    tokens[row] = choose(_known(logits[row]), temperature, generators[row], [])
+                    tokens[row] = choose(known_logits(logits[row]), temperature, generators[row], [])
             for row in range(count):
                 if not cache.over[row]:
                     fed[row].append(tokens[row])
@@ -162,7 +192,7 @@ def decode(
                 if not cache.over[row]:
                     logits[row] = outputs.logits[row, -1].float()
                     if keep_logits:
-                        kept[row].append(_known(logits[row]))
+                        kept[row].append(known_logits(logits[row]))
                     cache.over[row] = forced is None and tokens[row] in stop
             if progress is not None:
                 progress(t, steps)
@@ -208,7 +238,14 @@ def element_size(prefix: Prefix) -> int:
     return int(prefix.layers[0].keys.element_size())
 
 
-def _known(logits: torch.Tensor | None) -> torch.Tensor:
+def known_logits(logits: torch.Tensor | None) -> torch.Tensor:
+    """Give logits back.
+
+    Raises
+    ------
+    KvsimError
+        If there are none.
+    """
     if logits is None:
         raise KvsimError("this prompt comes from a recording and has no logits; force its tokens, or run the prefill")
     return logits

@@ -96,6 +96,21 @@ class Sequence:
         self.near_ties += int((self.last.margins < NEAR).sum())
         return self.last
 
+    def adopt(self, done: int, evicted_at: npt.NDArray[np.int32] | None = None, *, near_ties: int = 0) -> None:
+        """Take over what was decided elsewhere: `done` steps, and [G, positions] when each position went.
+
+        Positions that went before the first step are known here already. Rows and vectors stay unknown, so a sequence
+        that took over cannot be measured.
+        """
+        self.done, self.near_ties = done, near_ties
+        if evicted_at is not None:
+            own = self.evicted_at[:, : evicted_at.shape[1]]
+            given = evicted_at[:, : own.shape[1]]
+            own[:] = np.where((given > 0) & (given <= done), given, own)
+        self.retained[:] = self.evicted_at < 0
+        self.retained[:, self.prefix.length + done :] = False
+        self.evictions = int((self.evicted_at >= 0).sum())
+
     def held_bytes(self, element: int) -> int:
         """Bytes of the keys and values retained, `element` bytes a number; windowed layers hold what is still seen."""
         return self._bytes(int(self.retained_per_head().sum()), element)

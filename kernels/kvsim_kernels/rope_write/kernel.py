@@ -77,25 +77,25 @@ def _rope_write(
         sin += place
     if head < HEADS:
         if query is not None:
-            query += batch * stride_query_batch + head * stride_query_head
-            q = _turned(query, query_norm, cos, sin, eps, DIM, HALF, WIDTH)
-            turned_query += (batch * HEADS + head) * DIM + dim
-            tl.store(turned_query, q.to(turned_query.dtype.element_ty), mask=dim < DIM)
+            own_query = query + batch * stride_query_batch + head * stride_query_head
+            q = _turned(own_query, query_norm, cos, sin, eps, DIM, HALF, WIDTH)
+            at = turned_query + (batch * HEADS + head) * DIM + dim
+            tl.store(at, q.to(turned_query.dtype.element_ty), mask=dim < DIM)
     else:
         own = head - HEADS
         slot = tl.load(new_slots + batch * stride_slot_batch + own * stride_slot_head).to(tl.int64)
         if slot >= 0:
-            key += batch * stride_key_batch + own * stride_key_head
-            k = _turned(key, key_norm, cos, sin, eps, DIM, HALF, WIDTH)
-            keys += batch * stride_keys_batch + own * stride_keys_head + slot * stride_keys_slot + dim
-            tl.store(keys, k.to(keys.dtype.element_ty), mask=dim < DIM)
-            value += batch * stride_value_batch + own * stride_value_head + dim
-            v = tl.load(value, mask=dim < VALUE_DIM, other=0.0)
-            values += batch * stride_values_batch + own * stride_values_head + slot * stride_values_slot + dim
-            tl.store(values, v.to(values.dtype.element_ty), mask=dim < VALUE_DIM)
+            own_key = key + batch * stride_key_batch + own * stride_key_head
+            k = _turned(own_key, key_norm, cos, sin, eps, DIM, HALF, WIDTH)
+            at_key = keys + batch * stride_keys_batch + own * stride_keys_head + slot * stride_keys_slot + dim
+            tl.store(at_key, k.to(keys.dtype.element_ty), mask=dim < DIM)
+            own_value = value + batch * stride_value_batch + own * stride_value_head + dim
+            v = tl.load(own_value, mask=dim < VALUE_DIM, other=0.0)
+            at_value = values + batch * stride_values_batch + own * stride_values_head + slot * stride_values_slot + dim
+            tl.store(at_value, v.to(values.dtype.element_ty), mask=dim < VALUE_DIM)
             if value_norms is not None:
-                v = v.to(tl.float32)
-                tl.store(value_norms + (batch * KV_HEADS + own) * slots + slot, tl.sqrt(tl.sum(v * v, 0)))
+                v_wide = v.to(tl.float32)
+                tl.store(value_norms + (batch * KV_HEADS + own) * slots + slot, tl.sqrt(tl.sum(v_wide * v_wide, 0)))
 
 
 def rope_write(
