@@ -61,7 +61,7 @@ def decode_fast(
         If there is no GPU, the policy or the model is not one that the fast form runs, memory runs out, or logits are
         not numbers.
     """
-    check_machine(model)
+    check_machine(next(model.parameters()).device)
     from kvsim.live.fast.session import Session
 
     failure = None
@@ -79,14 +79,13 @@ def decode_fast(
     raise KvsimError(f"out of memory while decoding: {failure}; take fewer rows or a smaller budget")
 
 
-def check_machine(model: Any) -> None:
-    """Raise KvsimError unless the fast form can run here."""
+def check_machine(place: torch.device) -> None:
+    """Raise KvsimError unless the fast form can run on a device of this machine."""
     if importlib.util.find_spec("triton") is None:
         raise KvsimError("engine 'triton' needs triton: pip install 'kvsim[live]'; or use engine 'plain'")
-    place = next(model.parameters()).device
     if place.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise KvsimError(
-            f"engine 'triton' needs the model on a CUDA GPU, and it is on {place}; use engine 'plain' "
+            f"engine 'triton' needs a CUDA GPU, and this would run on {place}; use engine 'plain' "
             "(TRITON_INTERPRET=1 runs the kernels on a CPU, very slowly)"
         )
 
