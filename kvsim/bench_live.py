@@ -273,7 +273,7 @@ def _driver() -> str:
     return asked.stdout.strip().partition("\n")[0] or "unknown"
 
 
-HEADER = f"{'model':13} {'context':>7} {'setting':17} {'visible':>7} {'ms':>7} {'floor':>6} {'of it':>6} {'loop':>6} {'x':>5}"
+HEADER = "model         context setting           visible      ms  floor  of it   loop     x"
 
 
 def _line(row: dict[str, Any]) -> str:

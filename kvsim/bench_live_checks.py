@@ -24,6 +24,7 @@ RULES = ("ema:0.8", "ema:0.8/group=layer/refresh=3", "ema:0.8/group=head/refresh
 BANNED = ("scaled_dot_product", "flash_attn", "flash_fwd", "fmha", "efficient_attention", "DtoH", "Device -> Host")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item", "_local_scalar_dense")
 MARK = "kvsim step"
+WARM = 10
 
 
 def same_answers(
@@ -83,9 +84,9 @@ def found_in_step(model: Any, policy: str, *, length: int, steps: int = 4) -> di
     """
     wrong, ours, kernels = set[str](), False, 0
     for graphs in (False, True):
-        session = Session(model, [random_prompt(model, length)], [parse(policy)], steps=steps + 8, graphs=graphs)
+        session = Session(model, [random_prompt(model, length)], [parse(policy)], steps=steps + WARM, graphs=graphs)
         with session.attached():
-            for _ in range(8):
+            for _ in range(WARM):
                 session.step()
             torch.cuda.synchronize()
             activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -18,7 +18,8 @@ from kvsim.bench import bench_large, bench_replay
 from kvsim.bench_oracle import bench_oracle
 from kvsim.cli.models import Device, ModelPath, load, need_torch
 from kvsim.cli.options import AsJson, More, Quiet, Traces, find_traces, open_traces
-from kvsim.cli.output import ErrorGroup, console, narrow_table, print_json, print_table, progress_bar, say
+from kvsim.cli.output import ErrorGroup, console, narrow_table, print_json, print_table, progress_bar, say, stderr
+from kvsim.errors import unknown_name
 from kvsim.policy import parse
 
 __all__ = ["app"]
@@ -191,6 +192,51 @@ def closed_loop(
     print_table(table)
     del report["batches"]
     _print_facts({name: value for name, value in report.items() if value is not None})
+
+
+@app.command()
+def live(
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="llama-3.1-8b or qwen2.5-7b; repeatable; both.")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(metavar="TOKENS", help="Prompt length; repeatable; 16384, 32768, 65536.")
+    ] = None,
+    replays: Annotated[int, typer.Option(help="Steps timed in each setting.")] = 40,
+    seconds: Annotated[float, typer.Option(help="No setting is started after this time.")] = 330.0,
+    device: Annotated[str, typer.Option(help="A CUDA device.")] = "cuda",
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time fast live decoding on a GPU beside the floor that memory bandwidth sets, and transformers' own loop.
+
+    Models have random weights and prompts random keys and values; nothing is downloaded. 90% of each prompt is removed.
+    Fails if the fast form does not give the plain one's answers, or a step holds PyTorch's attention or a wait.
+
+    Example: kvsim bench live --device cuda --json > live.json
+    """
+    need_torch("kvsim bench live", "live")
+
+    from kvsim.bench_live import CONTEXTS, bench_live, lines
+    from kvsim.bench_live_models import SHAPES
+
+    for name in model or ():
+        if name not in SHAPES:
+            raise unknown_name("model", name, SHAPES)
+    report = bench_live(
+        models=model or tuple(SHAPES),
+        contexts=context or CONTEXTS,
+        replays=replays,
+        seconds=seconds,
+        device=device,
+        progress=None if quiet or as_json else lambda line: say(line, to=stderr),
+    )
+    if as_json:
+        print_json(report)
+    else:
+        say("\n".join(lines(report)))
+    if report["wrong"]:
+        raise typer.Exit(1)
 
 
 def _without_budget(policy: str) -> str:

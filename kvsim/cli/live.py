@@ -8,11 +8,13 @@ from kvsim.cli.folding import PolicyText
 from kvsim.cli.models import Chat, Device, Dtype, Force, ModelPath, Prompt, encode, load, need_torch, read_text
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, PolicyTexts, Quiet, budget_note
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
-from kvsim.errors import KvsimError
+from kvsim.errors import KvsimError, unknown_name
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
 
 __all__ = ["live"]
+
+ENGINES = ("plain", "triton")
 
 MEASURED = {
     "kept_mass": "kept\nmass",
@@ -36,6 +38,9 @@ def live(
     ] = False,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    engine: Annotated[
+        str, typer.Option(help="plain: the reference. triton: kernels on a CUDA GPU, evicted keys always removed.")
+    ] = "plain",
     dtype: Dtype = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -51,10 +56,15 @@ def live(
     need_torch("live decoding", "live")
     if steps < 1:
         raise KvsimError(f"--steps must be at least 1, got {steps}")
+    if engine not in ENGINES:
+        raise unknown_name("engine", engine, ENGINES)
+    physical = physical or engine == "triton"
     policies = [parse(text) for text in policy]
     chosen = choose_budget(compression_ratio, budget)
     text = read_text(prompt, "--prompt")
     forced_text = read_text(str(force), "--force") if force is not None else None
+    if engine == "triton":
+        _check_gpu(device)
     network, tokenizer = load(model, dtype=dtype, device=device, quiet=quiet or as_json)
 
     from kvsim.live import LiveRun, decode, prefill
@@ -78,6 +88,7 @@ def live(
                 seed=seed,
                 stop=_stops(network, tokenizer),
                 progress=advance,
+                engine=engine,
             )
     rows: list[dict[str, Any]] = []
     for run in runs:
@@ -95,8 +106,10 @@ def live(
                 "physical_bytes": run.physical_bytes,
                 "full_bytes": run.full_bytes,
                 "physical": physical,
+                "engine": run.engine,
                 "loop": "live",
             }
+            | ({} if run.allocated_bytes is None else {"allocated_bytes": list(run.allocated_bytes)})
         )
     if as_json:
         print_json({"prompt_length": prefix.length, "results": rows})
@@ -119,8 +132,21 @@ def live(
     print_table(table)
     for one, row in zip(policies, rows, strict=True):
         say(f"{one}: {' '.join(row['text'].split())}")
+    for one, run in zip(policies, runs, strict=True):
+        if run.allocated_bytes is not None:
+            before, after = (f"{size / 1e6:.2f}" for size in run.allocated_bytes)
+            say(f"{one}: {before} MB allocated before the first step, {after} MB after it; {run.near_ties} near-ties")
     kind = "evicted keys removed" if physical else "evicted keys masked"
-    say(f"live; prompt {prefix.length} tokens; {kind}; {budget_note(chosen)}")
+    say(f"live, engine {engine}; prompt {prefix.length} tokens; {kind}; {budget_note(chosen)}")
+
+
+def _check_gpu(device: str | None) -> None:
+    """Say that there is no GPU before a model is loaded."""
+    import torch
+
+    from kvsim.live.fast.decode import check_machine
+
+    check_machine(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
 
 
 def _stops(model: Any, tokenizer: Any) -> list[int]:

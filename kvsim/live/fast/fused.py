@@ -43,7 +43,7 @@ def why_not_fused(model: Any, batch: int) -> str | None:
 
 
 class FusedForward:
-    """A decode step: norm, projections, rotation, slots, attention and feed-forward, two to seven kernels a layer.
+    """A decode step: norm, projections, rotation, slots, attention and feed-forward, seven kernels a layer.
 
     The weights of each layer's query, key and value projections are stacked once, so that one kernel reads them; the
     modules' own parameters become views of the stack, and no memory is taken twice.
@@ -157,4 +157,5 @@ def _are_views(stack: torch.Tensor, parts: list[Any]) -> bool:
 
 def _stacked_bias(attention: Any) -> torch.Tensor | None:
     parts = [attention.q_proj.bias, attention.k_proj.bias, attention.v_proj.bias]
-    return None if parts[0] is None else torch.cat(parts)
+    with torch.no_grad():
+        return None if parts[0] is None else torch.cat(parts)
