@@ -121,11 +121,11 @@ def _run(
             progress(t, steps)
         if generates and stop and t % READ_BACK == 0:
             _check_numbers(session)
-            if all(end < t for end in _ends(session, stop)):
+            if all(end is not None for end in _ends(session, stop)):
                 break
     _check_numbers(session)
     ends = _ends(session, stop if generates else ())
-    return [_finished(session, row, end, kept, (before, after)) for row, end in enumerate(ends)]
+    return [_finished(session, row, end or session.done, kept, (before, after)) for row, end in enumerate(ends)]
 
 
 def _chosen(logits: list[torch.Tensor | None], temperature: float, generators: list[torch.Generator]) -> torch.Tensor:
@@ -144,8 +144,8 @@ def _check_numbers(session: "Session") -> None:
         raise KvsimError(f"step {step}: the model's logits are not numbers (NaN); its weights or its type are at fault")
 
 
-def _ends(session: "Session", stop: Items[int]) -> list[int]:
-    """Give the step of each row's last token."""
+def _ends(session: "Session", stop: Items[int]) -> list[int | None]:
+    """Give the step at which each row fed its first token to stop at, None where it did not."""
     fed = session.history[1 : session.done + 1].cpu()
     is_stop = torch.isin(fed, torch.tensor(list(stop), dtype=torch.int64))
     return [int(column.int().argmax()) + 1 if bool(column.any()) else session.done for column in is_stop.unbind(dim=1)]

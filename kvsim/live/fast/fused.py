@@ -31,6 +31,8 @@ def why_not_fused(model: Any, batch: int) -> str | None:
         return f"its rotary tables (rope_type {model.model.rotary_emb.rope_type!r}) change with the length"
     if model.config.hidden_act not in ("silu", "swish"):
         return f"its activation is {model.config.hidden_act!r}"
+    if not {"full_attention", "sliding_attention"}.issuperset(getattr(model.config, "layer_types", None) or ()):
+        return f"its layers are {', '.join(sorted(set(model.config.layer_types)))}"
     weights = {(p.dtype, p.device) for p in model.parameters()}
     if len(weights) != 1:
         return "its weights lie on several devices or differ in type"
