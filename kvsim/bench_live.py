@@ -80,11 +80,11 @@ def bench_live(
     -------
     dict
         ``machine``, ``copy_tb_s`` (bandwidth of a copy, bytes read and written), ``answers`` and ``steps`` (the
-        checks), ``rows`` and ``wrong`` (what must make the benchmark fail). A row has ``ms`` (median of a token,
-        scored and unscored steps in the policy's proportion), ``floor_ms`` (bytes of the weights without the embedding
-        table and of the visible cache, over the copy's bandwidth), ``of_floor`` (floor over time), ``loop_ms``
-        (transformers' loop over as many cached tokens with scores in PyTorch, without for settings that do not score)
-        and the bytes allocated before and after the first step. What went wrong is in ``error``.
+        checks), ``rows``, ``goals`` and ``wrong`` (what must make the benchmark fail). A row has ``ms`` (median of a
+        token, scored and unscored steps in the policy's proportion), ``floor_ms`` (bytes of the weights without the
+        embedding table and of the cache visible at the last step, over the copy's bandwidth), ``of_floor`` (floor over
+        time), ``loop_ms`` (transformers' loop over as many cached tokens, with scores in PyTorch; without for settings
+        that evict nothing), and the bytes allocated before and after the first step. What went wrong is in ``error``.
 
     Raises
     ------
@@ -151,8 +151,8 @@ def _measure(
         for _ in range(WARM - 1):
             session.step()
         times = _step_times(session, replays, device)
-        last = session.ranks.lengths if session.ranks is not None else session.layers[0].lengths
-        visible = int(last[0])
+        # Lengths are the next step's already: one more where the cache grows.
+        visible = int(session.layers[0].lengths[0]) - (session.ranks is None)
     is_scored = [session.rule.evicts and bool(session.rule.scored[WARM + t]) for t in range(replays)]
     parts = {
         name: [ms for ms, own in zip(times, is_scored, strict=True) if own == wanted]

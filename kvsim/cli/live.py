@@ -72,6 +72,11 @@ def live(
     forced = None if forced_text is None else tokenizer(forced_text, add_special_tokens=False).input_ids
     prefix = prefill(network, encode(tokenizer, text, chat=chat))
     asked = [one.with_budget(chosen) for one in policies]
+    if engine == "triton":
+        from kvsim.live.fast.rules import draw_up
+
+        for one in asked:
+            draw_up([one], [prefix], steps)
     # A batch takes the memory of its fullest row: each policy is to show its own.
     batches = [[one] for one in asked] if physical else [asked]
     runs: list[LiveRun] = []
