@@ -7,7 +7,6 @@ is ``kvsim bench live`` without the command line's dependencies, for a bare GPU 
 
 import argparse
 import gc
-import itertools
 import json
 import platform
 import shutil
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from kvsim.bench_live_checks import found_in_step, same_answers
-from kvsim.bench_live_models import SHAPES, build, copy_bandwidth, loop_ms, random_prompt, read_bytes, synchronize
+from kvsim.bench_live_models import SHAPES, build, copy_bandwidth, loop_ms, milliseconds, random_prompt, read_bytes
 from kvsim.budget import Budget
 from kvsim.errors import KvsimError
 from kvsim.live.fast.decode import check_machine
@@ -150,7 +149,7 @@ def _measure(
         row["cache_bytes"] = session.cache_bytes
         for _ in range(WARM - 1):
             session.step()
-        times = _step_times(session, replays, device)
+        times = milliseconds(session.step, replays, device)
         # Lengths are the next step's already: one more where the cache grows.
         visible = int(session.layers[0].lengths[0]) - (session.ranks is None)
     is_scored = [session.rule.evicts and bool(session.rule.scored[WARM + t]) for t in range(replays)]
@@ -172,24 +171,6 @@ def _measure(
     row["loop_ms"] = loops[slots, scores]
     row["of_loop"] = row["loop_ms"] / row["ms"]
     return row
-
-
-def _step_times(session: Session, count: int, device: str) -> list[float]:
-    """Take steps one after the other and give the milliseconds of each, from events that the GPU records."""
-    if not device.startswith("cuda"):
-        times = []
-        for _ in range(count):
-            start = time.perf_counter()
-            session.step()
-            times.append(1e3 * (time.perf_counter() - start))
-        return times
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for event in events[1:]:
-        session.step()
-        event.record()
-    synchronize(device)
-    return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
 
 
 def goals(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:

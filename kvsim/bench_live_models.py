@@ -1,7 +1,9 @@
 """Models with random weights, prompts with random keys and values, and the loop that fast decoding is compared with."""
 
+import itertools
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvsim.live.prefix import Prefix, PrefixLayer, cache_argument, config_of
 
-__all__ = ["SHAPES", "build", "copy_bandwidth", "loop_ms", "random_prompt", "read_bytes"]
+__all__ = ["SHAPES", "build", "copy_bandwidth", "loop_ms", "milliseconds", "random_prompt", "read_bytes"]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -83,14 +85,29 @@ def copy_bandwidth(device: str, *, gigabytes: float = 4.0, repeats: int = 20) ->
     """Measure a copy within the device, in bytes read and written a second; the median of `repeats`."""
     source = torch.empty(int(gigabytes * 2**30) // 2, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
-    times = []
-    for _ in range(repeats + 3):
-        synchronize(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return float(2 * source.nbytes / statistics.median(times[3:]))
+    times = milliseconds(lambda: target.copy_(source), repeats + 3, device)[3:]
+    return float(2 * source.nbytes / (1e-3 * statistics.median(times)))
+
+
+def milliseconds(action: Callable[[], object], count: int, device: str) -> list[float]:
+    """Do something `count` times without waiting in between, and give the milliseconds of each.
+
+    On a GPU between events that it records itself, so that the host's own time is not in them.
+    """
+    if not device.startswith("cuda"):
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            action()
+            times.append(1e3 * (time.perf_counter() - start))
+        return times
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        action()
+        event.record()
+    synchronize(device)
+    return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
 
 
 def loop_ms(model: Any, prompt: Prefix, slots: int, *, scored: bool, steps: int = 16, warm: int = 4) -> float:

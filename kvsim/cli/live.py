@@ -142,7 +142,8 @@ def live(
             before, after = (f"{size / 1e6:.2f}" for size in run.allocated_bytes)
             say(f"{one}: {before} MB allocated before the first step, {after} MB after it; {run.near_ties} near-ties")
     kind = "evicted keys removed" if physical else "evicted keys masked"
-    say(f"live, engine {engine}; prompt {prefix.length} tokens; {kind}; {budget_note(chosen)}")
+    way = "live" if engine == "plain" else f"live, engine {engine}"
+    say(f"{way}; prompt {prefix.length} tokens; {kind}; {budget_note(chosen)}")
 
 
 def _check_gpu(device: str | None) -> None:

@@ -46,7 +46,12 @@ def prefixes(llama):
 OPTIONS = {"steps": fc.STEPS, "force": fc.FORCED, "budget": fc.BUDGET, "keep_logits": True}
 
 
-@pytest.mark.parametrize("policy", [*EVICTING, *GROWING])
+def slow_after(count, policies):
+    """Mark all but the first few as slow."""
+    return [pytest.param(one, marks=pytest.mark.slow if i >= count else ()) for i, one in enumerate(policies)]
+
+
+@pytest.mark.parametrize("policy", [*slow_after(4, EVICTING), *slow_after(2, GROWING)])
 def test_rows_of_unequal_length_are_the_plain_forms(llama, prefixes, policy):
     wanted = decode(llama, prefixes, policy, **OPTIONS)
     found = generic(llama, prefixes, policy, fc.BUDGET)
