@@ -78,6 +78,8 @@ def test_rows_may_differ_in_budget_and_fill_up_before_they_evict(llama, prefixes
         fc.assert_same(run, plain)
 
 
+# On a GPU gpt-oss's own modules copy from the host, which no graph can hold.
+@pytest.mark.filterwarnings("ignore:this model's step cannot be captured")
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "llama4"])
 def test_windowed_layers_sinks_and_chunks(name):
     model = fc.small(name)
