@@ -8,12 +8,13 @@ from typing import Any
 
 import streamlit as st
 
-from kvsim import KvsimError, Policy, PolicyError, parse
+from kvsim import KvsimError, Policy, PolicyError, Trace, parse
 from kvsim.grammar import parse_value
 from kvsim.head import HEADS, Preset
 from kvsim.plan import GROUP_KINDS
 from kvsim.policy import AXES
 from kvsim.scorers import SCORERS
+from kvsim_explorer.literal import literal
 
 __all__ = ["TEXT", "choose_policy"]
 
@@ -28,9 +29,17 @@ _FREE = {"budget": "10% or 64", "protect": "sink:4+recent:32", "when": "every, p
 assert {*_FREE, "score", "group"} == {*AXES}, "an axis without a field in the builder"
 
 
-def choose_policy() -> Policy | None:
-    """Show the text box and the builder; give the policy, or None where the text is not one."""
-    if TEXT not in st.session_state:
+def choose_policy(trace: Trace | None) -> Policy | None:
+    """Show the text box and the builder; give the policy, or None where the text is not one.
+
+    Parameters
+    ----------
+    trace : Trace or None
+        The recording that it shall run on, for arguments that fit it.
+    """
+    st.session_state["build window"] = _longest_window(trace)
+    # Empty after the browser's Back to an address without it, too.
+    if not st.session_state.get(TEXT):
         st.session_state[TEXT] = st.query_params.get(TEXT) or DEFAULT
     text = st.text_input(
         "Policy",
@@ -41,7 +50,7 @@ def choose_policy() -> Policy | None:
     )
     found, message = _read(text)
     if message:
-        st.error(message)
+        st.error(literal(message))
     with st.expander("Build a policy", expanded=False):
         _build()
     if found is not None:
@@ -59,7 +68,7 @@ def _read(text: str) -> tuple[Policy | None, str]:
 def _meaning(policy: Policy) -> str:
     expanded = str(policy.expand())
     summary = (inspect.getdoc(type(policy.head)) or "").partition("\n")[0]
-    return summary if expanded == str(policy) else f"{summary} Stands for `{expanded}`."
+    return summary if expanded == str(policy) else f"{summary} Stands for {literal(expanded)}."
 
 
 def _build() -> None:
@@ -72,10 +81,13 @@ def _build() -> None:
         _fields("score", score)
     st.selectbox("Group", [AS_HEAD, *GROUP_KINDS], key="build group", on_change=_gather, help=AXES["group"].doc)
     for axis, example in _FREE.items():
-        label, about = axis.capitalize(), f"{AXES[axis].doc} Takes {AXES[axis].values}."
+        label, about = (
+            f"{axis.capitalize()}{' of its own' * (axis == 'budget')}",
+            f"{AXES[axis].doc} Takes {AXES[axis].values}.",
+        )
         st.text_input(label, key=f"build {axis}", on_change=_gather, placeholder=example, help=about)
     if message := st.session_state.get("build error"):
-        st.error(message)
+        st.error(literal(message))
 
 
 def _with_kind(name: str) -> str:
@@ -146,7 +158,17 @@ def _gather_anew() -> None:
     _gather()
 
 
+def _longest_window(trace: Trace | None) -> int | None:
+    """Give how many of the prompt's queries a recording holds, None where it does not say."""
+    if trace is None or not trace.has("prompt_queries"):
+        return None
+    return int(trace.stored("prompt_queries").layout.shape[2])
+
+
 def _first_value(cls: Any, field: "dataclasses.Field[Any]") -> str:
+    longest = st.session_state.get("build window")
+    if field.name == "window_size" and isinstance(field.default, int) and longest is not None:
+        return str(min(field.default, longest))
     if field.default is not dataclasses.MISSING:
         return _written(field.default)
     hint = typing.get_type_hints(cls)[field.name]

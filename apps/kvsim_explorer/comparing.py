@@ -8,6 +8,7 @@ import streamlit as st
 from kvsim import KvsimError, Policy, Result, TraceError
 from kvsim.anatomy import Anatomy, Difference, dissect
 from kvsim.optima import Beside, beside_optimum
+from kvsim_explorer.literal import literal
 from kvsim_explorer.replays import result_of
 from kvsim_explorer.view import View
 from kvsim_explorer.work import worked
@@ -104,4 +105,4 @@ def best_of(view: View, runs: Runs) -> list[Beside] | None:
 def say_failed(runs: Runs) -> None:
     """Say what is wrong with the policies that do not run."""
     for message in runs.failed:
-        st.error(message)
+        st.error(literal(message))

@@ -23,7 +23,7 @@ def result_of(view: View, policy: Policy | None = None, *, shadow: bool | None =
         If the policy cannot run on the recording.
     """
     evicts_nothing = view.shadow if shadow is None else shadow
-    return _replayed(view.trace, view.trace.hash, str(policy or view.policy), evicts_nothing)
+    return _replayed(view.trace, str(view.trace.path), view.trace.hash, str(policy or view.policy), evicts_nothing)
 
 
 def results_of(view: View, policies: Sequence[Policy], *, shadow: bool | None = None) -> list[Result]:
@@ -51,7 +51,7 @@ def raw_policy(policy: Policy) -> Policy:
 
 
 @st.cache_resource(max_entries=64, show_spinner="Replaying")
-def _replayed(_trace: Trace, trace_hash: str, policy: str, shadow: bool) -> Result:
+def _replayed(_trace: Trace, path: str, trace_hash: str, policy: str, shadow: bool) -> Result:
     result: Any = kvsim.replay(_trace, policy, shadow=shadow, shadow_churn=not shadow)
     assert isinstance(result, Result)
     return result

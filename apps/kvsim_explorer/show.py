@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from kvsim.charts.files import can_draw
+from kvsim_explorer.literal import literal
+from kvsim_explorer.paper import is_narrow, on_paper
 
 if TYPE_CHECKING:
     import altair as alt
@@ -19,16 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["frame_of", "show_chart", "show_table", "table_files"]
 
 PICTURE_SCALE = 2
-
-_INK = {"labelColor": "#1a1a1a", "titleColor": "#1a1a1a"}
-PAPER: dict[str, Any] = {
-    "background": "#ffffff",
-    "title": {"color": "#1a1a1a"},
-    "axis": _INK,
-    "legend": _INK,
-    "header": _INK,
-}
-"""Colours that a chart would otherwise take from the theme around it: in the dark one, white on its white paper."""
 
 
 def show_chart(
@@ -59,17 +51,18 @@ def show_chart(
     """
     with st.container(key=f"paper {name}", horizontal_alignment="left"):
         chosen: Any = on_select or "ignore"
-        st.altair_chart(
-            _on_paper(chart), theme=None, width="content", alt=summary, key=key or f"chart {name}", on_select=chosen
-        )
-    st.caption(summary)
+        spec = on_paper(chart.to_dict(), narrow=is_narrow())
+        width: Any = "stretch" if spec.get("width") == "container" else "content"
+        box = key or f"chart {name}"
+        st.vega_lite_chart(spec, theme=None, width=width, alt=summary, key=box, on_select=chosen)
+    st.caption(literal(summary))
     with st.container(horizontal=True, key=f"files {name}"):
         if can_draw():
             for kind, mime in (("png", "image/png"), ("svg", "image/svg+xml")):
                 st.download_button(
                     kind.upper(),
                     partial(_picture, chart, kind),
-                    f"{name}.{kind}",
+                    _file_name(name, kind),
                     mime,
                     key=f"{kind} {name}",
                     on_click="ignore",
@@ -79,14 +72,6 @@ def show_chart(
     if table is not None:
         with st.expander("The numbers"):
             st.dataframe(table, key=f"table {name}")
-
-
-def _on_paper(chart: "Drawn") -> "Drawn":
-    """Draw as in a file: the same colours in both themes, and the plot alone of the size that it asks for."""
-    import altair as alt
-
-    drawn: Drawn = chart.configure(**PAPER)
-    return drawn.properties(autosize="pad") if isinstance(drawn, alt.Chart | alt.LayerChart) else drawn
 
 
 def show_table(table: "pl.DataFrame", name: str, **options: Any) -> None:
@@ -104,17 +89,37 @@ def frame_of(rows: Sequence[dict[str, Any]]) -> "pl.DataFrame":
 
 
 def table_files(table: "pl.DataFrame", name: str) -> None:
-    """Offer a table as files."""
+    """Offer a table as files, which say of what recording and in what mode they are."""
     csv, parquet = f"csv {name}", f"parquet {name}"
-    st.download_button("CSV", table.write_csv, f"{name}.csv", "text/csv", key=csv, on_click="ignore")
+    own = _labelled(table)
+    st.download_button("CSV", own.write_csv, _file_name(name, "csv"), "text/csv", key=csv, on_click="ignore")
     st.download_button(
         "Parquet",
-        partial(_parquet, table),
-        f"{name}.parquet",
+        partial(_parquet, own),
+        _file_name(name, "parquet"),
         "application/vnd.apache.parquet",
         key=parquet,
         on_click="ignore",
     )
+
+
+def _labelled(table: "pl.DataFrame") -> "pl.DataFrame":
+    import polars as pl
+
+    view = st.session_state.get("view")
+    if view is None:
+        return table
+    labels = {
+        "trace": view.trace.path.name,
+        "trace_hash": view.trace.hash,
+        "mode": "shadow" if view.shadow else "irreversible",
+    }
+    return table.with_columns(pl.lit(value).alias(name) for name, value in labels.items() if name not in table.columns)
+
+
+def _file_name(name: str, suffix: str) -> str:
+    view = st.session_state.get("view")
+    return f"{name}.{suffix}" if view is None else f"{view.trace.path.name}-{name}.{suffix}"
 
 
 def _parquet(table: "pl.DataFrame") -> bytes:

@@ -5,6 +5,8 @@ from typing import Any, TypeVar
 
 import streamlit as st
 
+from kvsim import KvsimError, TraceError
+
 __all__ = ["worked"]
 
 T = TypeVar("T")
@@ -27,17 +29,20 @@ def worked(key: tuple[Any, ...], label: str, work: Callable[[Callable[[int, int]
     ask : bool
         Start on a click only.
     """
+    view = st.session_state.get("view")
+    # Outcomes hold the recording's name, which a copy of it has not.
+    name, key = repr(key), (None if view is None else view.location, *key)
     done: dict[tuple[Any, ...], Any] = _outcomes()
     if key in done:
         return done[key]  # type: ignore[no-any-return]
-    name = repr(key)
     stopped = st.session_state.get("work_stopped") == name
     wanted = st.session_state.get("work_wanted") == name
     if stopped or (ask and not wanted):
         st.info(f"{label}: stopped." if stopped else f"{label}: this takes a while on a recording of this size.")
         st.button("Start" if not stopped else "Start again", key=f"start {name}", on_click=_want, args=(name,))
         return None
-    with st.container(border=True):
+    place = st.empty()
+    with place.container(border=True):
         bar = st.progress(0.0, text=label)
         # A click on anything ends this run of the script at its next word to the page: `tell` below.
         st.button("Stop", key=f"stop {name}", on_click=_stop, args=(name,))
@@ -45,7 +50,11 @@ def worked(key: tuple[Any, ...], label: str, work: Callable[[Callable[[int, int]
     def tell(count: int, total: int) -> None:
         bar.progress(min(1.0, count / max(1, total)), text=f"{label}: {count:,} of {total:,}")
 
-    outcome = work(tell)
+    try:
+        outcome = work(tell)
+    except (KvsimError, TraceError):
+        place.empty()
+        raise
     while len(done) >= _MOST_KEPT:
         done.pop(next(iter(done)), None)
     done[key] = outcome

@@ -49,7 +49,8 @@ def kept_by_head(rows: Rows, column: str = "kept_fraction") -> alt.VConcatChart:
         ``mode`` and ``step``; as `kvsim.heads.ByHead.rows` gives. Where there are more than 4,800 cells, neighbouring
         heads are averaged, and the axis says so.
     column : {"kept_fraction", "kept_mass"}
-        What to draw; darker is more. Kept fractions from 0, kept masses from below the lowest.
+        What to draw; darker is more. Kept fractions on a scale from 0 to 1 that spreads the low ones out, kept masses
+        from below the lowest to the highest.
 
     Raises
     ------
@@ -66,10 +67,14 @@ def kept_by_head(rows: Rows, column: str = "kept_fraction") -> alt.VConcatChart:
         raise KvsimError(f"a chart holds {MOST_CELLS} cells; {len(labels)} policies x {len(layers)} layers are more")
     size = -(-heads // min(heads, room))
     values = [row[column] for row in table]
-    low = 0.0 if column == "kept_fraction" else float(np.floor(min(values) * 20) / 20)
     title, legend = name_of(column)
-    high = max(*values, low + 0.01)
-    fill = shades(legend.partition(" (")[0], [low, high], format=".2~f", values=np.linspace(low, high, 5).tolist())
+    name = legend.partition(" (")[0]
+    if column == "kept_fraction":
+        fill = shades(name, [0, 1], kind="sqrt", values=[0, 0.1, 0.25, 0.5, 1], format=".2f")
+    else:
+        low = float(np.floor(min(values) * 20) / 20)
+        high = max(*values, low + 0.01)
+        fill = shades(name, [low, high], format=".2~f", values=np.linspace(low, high, 5).tolist())
     panels = []
     for policy, label in labels.items():
         own = [row for row in table if row["policy"] == policy]

@@ -27,6 +27,7 @@ def step_chart(
     legend: str = "policy",
     x: str = "decode step t",
     height: int = HEIGHT,
+    skip: int = 0,
 ) -> alt.LayerChart:
     """Draw lines over steps; long ones as means of bins of steps, with a band from the lowest to the highest.
 
@@ -44,6 +45,8 @@ def step_chart(
         Pixels.
     rule : float, optional
         Where a thick grey line, unlike any series, crosses.
+    skip : int
+        Looks that are left to series of other charts.
 
     Raises
     ------
@@ -60,7 +63,7 @@ def step_chart(
             rows.append({"series": name, **row, "mark": mark})
     series = [name for name in lines if any(row["series"] == name for row in rows)]
     size = max(sizes)
-    encodings = distinct(series, legend)
+    encodings = distinct(series, legend, skip)
     x_axis = alt.X(**number("step", x if size == 1 else f"{x} (means of {size} steps; band: their range)", format="d"))
     y_axis = alt.Y(**number("value", y, scale=scale))
     tips = [alt.Tooltip("series:N", title=legend), alt.Tooltip("step:Q", title="step")]

@@ -98,8 +98,11 @@ def shades(title: str, domain: Sequence[float] | None = None, *, kind: Any = "li
     return {"scale": scale, "legend": alt.Legend(title=title, labelLimit=0, titleLimit=0, gradientLength=120, **legend)}
 
 
-def distinct(series: Sequence[str], title: str) -> dict[str, Any]:
-    """Give the encodings that tell series apart: colour, dash and point shape, with one legend for the three."""
+def distinct(series: Sequence[str], title: str, skip: int = 0) -> dict[str, Any]:
+    """Give the encodings that tell series apart: colour, dash and point shape, with one legend for the three.
+
+    The first `skip` looks are left to series of other charts.
+    """
     legend = alt.Legend(
         title=title,
         labelLimit=0,
@@ -116,7 +119,7 @@ def distinct(series: Sequence[str], title: str) -> dict[str, Any]:
         ("strokeDash", DASHES, alt.StrokeDash),
         ("shape", SHAPES, alt.Shape),
     ):
-        chosen: list[Any] = [values[index % len(values)] for index in range(len(series))]
+        chosen: list[Any] = [values[(skip + index) % len(values)] for index in range(len(series))]
         scale = alt.Scale(domain=list(series), range=chosen)
         found[channel] = of("series:N", sort=list(series), scale=scale, legend=legend)
     return found

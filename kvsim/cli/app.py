@@ -1,5 +1,6 @@
 """``kvsim app``."""
 
+import importlib
 import importlib.util
 import os
 import tempfile
@@ -50,17 +51,24 @@ def app(
     }
     words = [f"--{name}={value}" for name, value in options.items()]
     os.environ[TRACES] = os.pathsep.join(found)
-    threading.Thread(target=_warm_up, daemon=True).start()
+    _load()
+    threading.Thread(target=_compile, daemon=True).start()
     from streamlit.web.cli import main as streamlit
 
     streamlit(["run", str(Path(package.origin).parent / "start" / "app.py"), *words], standalone_mode=False)
 
 
-def _warm_up() -> None:
-    """Load, or after an installation compile, what the first page needs, while the browser opens."""
-    import kvsim.charts
+def _load() -> None:
+    """Import what pages use: two threads that import at once see modules by halves."""
+    for name in ("pandas", "polars", "pyarrow", "kvsim.charts", "kvsim.synth", "vl_convert"):
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+
+
+def _compile() -> None:
+    """Load, or after an installation compile, the kernels of a replay while the browser opens."""
+    from kvsim.replay import replay
     from kvsim.synth import Synthetic, write_synthetic
 
     with tempfile.TemporaryDirectory() as folder:
-        trace = write_synthetic(Synthetic(prompt=64, steps=4, layers=2, heads=2), Path(folder) / "trace")
-        kvsim.charts.kept_mass(kvsim.replay(trace, "ema:0.8")).to_dict()
+        replay(write_synthetic(Synthetic(prompt=64, steps=4, layers=2, heads=2), Path(folder) / "trace"), "ema:0.8")

@@ -1,17 +1,20 @@
 """Every page in a real browser: it opens, answers a slider, follows a shared URL, and agrees with the library."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from browsing import Tab, csv_of
+from browsing import Tab, csv_of, tab
 from exploring import LONG, MULTI, NEEDLE, replayed
 from kvsim_explorer.pages import PAGES
 from kvsim_traces import import_npz
+from playwright.sync_api import Browser
 
 import kvsim
 
@@ -133,3 +136,69 @@ def test_a_recording_of_65536_tokens(screen: Tab, large: str, page: str):
         assert float(csv_of(screen, "summary")[0]["kept mass"]) == pytest.approx(
             replayed(large, "ema:0.9")[0]["kept_mass"]
         )
+
+
+def turn(screen: Tab, title: str) -> None:
+    screen.page.locator(".st-key-page").get_by_text(title, exact=True).click()
+    screen.settle()
+
+
+def test_another_recording_starts_with_its_whole_map(screen: Tab):
+    screen.go("map", trace=NEEDLE)
+    for other in (MULTI, NEEDLE):
+        turn(screen, "Recording")
+        screen.pick("offered", Path(other).name)
+        turn(screen, "Map")
+        assert screen.page.locator(BAD).count() == 0
+        assert screen.page.locator(ALERTS).count() == 0
+        assert "positions" not in screen.parameters()
+
+
+@pytest.mark.parametrize("name", ["policy", "budget", "trace"])
+def test_an_address_cannot_make_the_page_fetch_a_picture(screen: Tab, name: str):
+    asked: list[str] = []
+    screen.page.on("request", lambda one: asked.append(one.url))
+    screen.go("trace", **{"trace": NEEDLE, name: "ema:![p](http://kvsim.invalid/a.png)"})
+    assert screen.page.locator('[data-testid="stAlert"]').first.is_visible()
+    assert [url for url in asked if "kvsim.invalid" in url and not url.startswith(screen.address)] == []
+
+
+def test_a_recording_cut_short_while_open_is_named(screen: Tab, tmp_path: Path):
+    copy = tmp_path / "copy"
+    shutil.copytree(LONG, copy)
+    screen.go("trace", trace=str(copy))
+    for file in copy.rglob("*"):
+        if file.is_file() and file.name != "zarr.json" and file.stat().st_size > 100_000:
+            os.truncate(file, 4096)
+    screen.enter("policy", "ema:0.77")
+    assert screen.page.locator('[data-testid="stAlert"]').filter(has_text="copy").first.is_visible()
+    screen.go("trace", trace=LONG)
+    assert screen.page.locator(ALERTS).count() == 0
+
+
+def test_back_leads_to_the_view_before(screen: Tab):
+    screen.go("trace", trace=NEEDLE)
+    before = screen.page.locator("h2").first.inner_text()
+    screen.page.get_by_role("button", name="Map", exact=True).or_(
+        screen.page.get_by_role("radio", name="Map")
+    ).first.click()
+    screen.page.get_by_role("heading", name="Which positions are retained").wait_for()
+    screen.settle()
+    screen.page.go_back()
+    screen.page.get_by_role("heading", name=before).first.wait_for()
+    screen.settle()
+    assert screen.page.locator(".st-key-policy input").input_value() == "ema:0.8"
+    assert screen.page.locator(ALERTS).count() == 0
+
+
+def test_charts_fit_a_narrow_window(chromium: Browser, explorer: str):
+    with tab(chromium, explorer, width=800) as opened:
+        for page in PAGES:
+            opened.go(page, trace=NEEDLE)
+            opened.page.wait_for_timeout(500)
+            opened.settle()
+            boxes = opened.page.locator('[data-testid="stVegaLiteChart"]')
+            for index in range(boxes.count()):
+                seen, whole = boxes.nth(index).evaluate("one => [one.clientWidth, one.scrollWidth]")
+                assert whole <= seen + 24, (page, index, seen, whole)
+        assert opened.complaints == []

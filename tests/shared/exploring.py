@@ -1,6 +1,7 @@
 """Opening pages of the explorer without a browser."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,12 +27,13 @@ def open_page(page: str, *, trace: str = NEEDLE, **parameters: str | list[str]) 
 
 def said(app: AppTest) -> list[str]:
     """Give what stands on the page as plain text: captions, texts and markdown, in that order."""
-    return [one.value for kind in (app.caption, app.text, app.markdown) for one in kind]
+    found = [one.value for kind in (app.caption, app.text, app.markdown) for one in kind]
+    return [re.sub(r"\\(.)", r"\1", one) for one in found]
 
 
 def errors(app: AppTest) -> list[str]:
     """Give the errors on the page, of kvsim and of Python."""
-    return [one.value for one in [*app.error, *app.exception]]
+    return [re.sub(r"\\(.)", r"\1", one.value) for one in [*app.error, *app.exception]]
 
 
 def drawn(app: AppTest) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from kvsim import KvsimError, Result, charts, parse
 from kvsim.anatomy import Anatomy, Difference
 from kvsim.optima import Beside
 from kvsim_explorer.comparing import Runs, best_of, dissected, pair_of, run_all, say_failed
+from kvsim_explorer.literal import literal
 from kvsim_explorer.replays import result_of
 from kvsim_explorer.reproduce import command, policy_options, reproduce
 from kvsim_explorer.show import frame_of, show_chart, show_table
@@ -21,6 +22,7 @@ COLUMNS = {
     "policy": "policy",
     "group": "groups",
     "budget": "B",
+    "retained": "held",
     "kept_mass": "kept mass",
     "churn": "churn",
     "shadow_churn": "shadow churn",
@@ -85,7 +87,7 @@ def _table(runs: Runs, anatomy: Anatomy | None, best: list[Beside] | None) -> An
 
 def _formats() -> dict[str, Any]:
     shares = dict.fromkeys(("oracle gap", "equal steps"), "percent")
-    plain = [name for name in COLUMNS.values() if name not in ("policy", "groups", "B")]
+    plain = [name for name in COLUMNS.values() if name not in ("policy", "groups", "B", "held")]
     formats = {**dict.fromkeys([*plain, "Jaccard", "last Jaccard"], "%.3f"), **shares}
     return {name: st.column_config.NumberColumn(format=form) for name, form in formats.items()}
 
@@ -128,15 +130,19 @@ def _show_steps(view: View, runs: Runs) -> None:
     show_chart(
         charts.kept_mass(results), "kept-mass", f"Kept mass over the steps, on average: {kept}.", _steps(results)
     )
-    both = results if view.shadow else results + [result_of(view, policy, shadow=True) for policy in runs.policies]
+    ranked = [result_of(view, policy, shadow=True) for policy in runs.policies]
     if view.trace.num_steps > 1:
-        summary = f"Churn of the retained sets over the steps, on average: {_means(both, 'churn')}."
-        show_chart(charts.churn(both), "churn", summary, _steps(both))
+        summary = f"Churn of the ranking, with nothing evicted, on average: {_means(ranked, 'churn')}."
+        if not view.shadow:
+            summary += (
+                f" With eviction it is at most 2 / (B + 1) where one token leaves a step: {_means(results, 'churn')}."
+            )
+        show_chart(charts.churn(ranked), "churn", summary, _steps(ranked))
 
 
 def _means(results: list[Result], metric: str) -> str:
     rows = [one.summary() for one in results]
-    return "; ".join(f"{row['policy']} ({row['mode']}) {row[metric]:.3f}" for row in rows)
+    return "; ".join(f"{row['policy']} {row[metric]:.3f}" for row in rows)
 
 
 def _steps(results: list[Result]) -> Any:
@@ -161,9 +167,13 @@ def _show_gap(view: View, best: list[Beside]) -> None:
 def _show_pair(view: View, runs: Runs, anatomy: Anatomy | None) -> None:
     by_name = {view.text_of(policy): result for policy, result in zip(runs.policies, runs.results, strict=True)}
     names, kinds = list(by_name), [one.plan.groups.kind for one in by_name.values()]
-    beside = kinds.index(kinds[0], 1) if kinds[0] in kinds[1:] else 1
+    one = next((place for place, kind in enumerate(kinds) if kinds.count(kind) > 1), None)
+    if one is None:
+        st.info("Tokens of two policies can be compared where both have the same group=; here no two have.")
+        return
+    beside = kinds.index(kinds[one], one + 1)
     with st.container(horizontal=True):
-        a = by_name[st.selectbox("One", names, key="a", bind="query-params", width=260)]
+        a = by_name[st.selectbox("One", names, index=one, key="a", bind="query-params", width=260)]
         b = by_name[st.selectbox("Other", names, index=beside, key="b", bind="query-params", width=260)]
         rows = st.number_input("Tokens", 1, MOST_ROWS, 10, key="rows", bind="query-params", width=120)
         by = "group"
@@ -178,7 +188,7 @@ def _show_pair(view: View, runs: Runs, anatomy: Anatomy | None) -> None:
     try:
         pair = pair_of(view, a, b, anatomy)
     except KvsimError as error:
-        st.error(str(error))
+        st.error(literal(str(error)))
         return
     if pair is None:
         return
@@ -246,7 +256,7 @@ def _reproduce(view: View, runs: Runs, alike: list[Result], best: list[Beside] |
         commands.append(command("chart", "jaccard", *own, "--out", "jaccard.html"))
     commands.append(command("chart", "kept-mass", *named, *mode, "--out", "kept-mass.html"))
     if view.trace.num_steps > 1:
-        commands.append(command("chart", "churn", *named, *mode, "--out", "churn.html"))
+        commands.append(command("chart", "churn", *named, "--shadow", "--out", "churn.html"))
     if best is not None:
         compared = {one.policy for one in best if one.method}
         drawn = [policy for policy in runs.policies if str(policy) in compared]
@@ -259,6 +269,7 @@ def _reproduce(view: View, runs: Runs, alike: list[Result], best: list[Beside] |
         python=f"""
 import kvsim, kvsim.charts
 from kvsim.anatomy import dissect
+from kvsim_explorer.literal import literal
 
 trace = kvsim.open_trace({view.location!r})
 results = kvsim.replay_many(trace, {[one.policy for one in runs.results]!r}, shadow={view.shadow})

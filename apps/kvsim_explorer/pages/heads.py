@@ -7,6 +7,7 @@ import streamlit as st
 
 from kvsim import Policy, Trace, charts, parse
 from kvsim.heads import N_RECENT, N_SINK, PARTS, ByHead, by_head
+from kvsim_explorer.literal import literal
 from kvsim_explorer.replays import replayed
 from kvsim_explorer.reproduce import command, policy_options, reproduce
 from kvsim_explorer.show import frame_of, show_chart
@@ -48,7 +49,7 @@ def show(view: View) -> None:
         return
     found, failed = outcome
     for policy, why in failed:
-        st.error(f"{view.text_of(policy)} is left out: {why}")
+        st.error(literal(f"{view.text_of(policy)} is left out: {why}"))
     if found is not None:
         _about_flat_maps(view, found)
         _body(view, found)
@@ -169,6 +170,7 @@ def _reproduce(view: View, found: ByHead, step: int | None) -> None:
         python=f"""
 import kvsim, kvsim.charts
 from kvsim.heads import by_head
+from kvsim_explorer.literal import literal
 
 trace = kvsim.open_trace({view.location!r})
 results = kvsim.replay_many(trace, {list(found.policies)!r}, shadow={view.shadow}, shadow_churn=False)

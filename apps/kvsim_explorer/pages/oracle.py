@@ -10,6 +10,7 @@ from kvsim import Policy, charts, parse
 from kvsim.cli.analyze.floor import verdict
 from kvsim.floor import SEEDS, Floor, random_floor
 from kvsim.optima import Beside, beside_optimum
+from kvsim_explorer.literal import literal
 from kvsim_explorer.replays import replayed
 from kvsim_explorer.reproduce import command, policy_options, reproduce
 from kvsim_explorer.show import frame_of, show_chart, show_table
@@ -39,7 +40,8 @@ def show(view: View) -> None:
     st.header("How far from the best")
     st.caption(
         "The offline optimum knows the whole recording: no policy with the same groups and budget can keep more mass. "
-        "Exact where that is quick, else a certified upper bound. Irreversible; open loop."
+        "Exact where that is quick, else a certified upper bound. It is the best over all steps together, so a policy "
+        "may be ahead of it early on: a gap below 0. Irreversible; open loop."
     )
     if view.shadow:
         st.info("Shadow sets can return, the optimum's cannot: this page evicts for good, whatever the switch says.")
@@ -55,7 +57,7 @@ def show(view: View) -> None:
     if found is None:
         return
     for policy, why in found.failed:
-        st.error(f"{view.text_of(policy)} is left out: {why}")
+        st.error(literal(f"{view.text_of(policy)} is left out: {why}"))
     if found.beside:
         _gap(view, found.beside)
         _table(view, found)
@@ -154,6 +156,7 @@ def _reproduce(view: View, policies: list[Policy], found: list[Beside]) -> None:
 import kvsim, kvsim.charts
 from kvsim.floor import random_floor
 from kvsim.optima import beside_optimum
+from kvsim_explorer.literal import literal
 
 trace = kvsim.open_trace({view.location!r})
 results = kvsim.replay_many(trace, {[str(policy) for policy in policies]!r}, shadow_churn=False)

@@ -14,6 +14,7 @@ from kvsim.plan import FloatArray
 from kvsim.ranges import read_positions, write_positions
 from kvsim.result import mean_of
 from kvsim.states import states_after
+from kvsim_explorer.literal import literal
 from kvsim_explorer.replays import result_of
 from kvsim_explorer.reproduce import command, reproduce
 from kvsim_explorer.show import show_chart, table_files
@@ -36,7 +37,7 @@ STORED_PER_SECOND, COMPUTED_PER_SECOND = 3e8, 2.5e7
 
 def show(view: View) -> None:
     """Show the tokens, what left at the step, and the attention on selected tokens."""
-    st.header(f"{view.trace.path.name}: {view.text_of(view.policy)}")
+    st.header(literal(f"{view.trace.path.name}: {view.text_of(view.policy)}"))
     if not view.trace.has("text"):
         st.warning(f"The recording has no text; {'positions' if view.trace.tokens is None else 'ids'} are shown.")
     result = result_of(view)
@@ -52,7 +53,7 @@ def _part(view: View, result: Result) -> None:
     try:
         _show(view, result)
     except (KvsimError, TraceError) as error:
-        st.error(str(error))
+        st.error(literal(str(error)))
 
 
 def _show(view: View, result: Result) -> None:
@@ -115,7 +116,7 @@ def _selected(trace: Trace) -> list[int]:
     try:
         return read_positions(_of_url("selected"), trace.num_positions)
     except KvsimError as error:
-        st.error(f"selected: {error}")
+        st.error(literal(f"selected: {error}"))
         return []
 
 
@@ -294,6 +295,7 @@ states_after(result, trace, {step})[{fates.group}]
 import kvsim.charts
 from kvsim.attending import attention_of, attention_on, shade
 from kvsim.ranges import read_positions
+from kvsim_explorer.literal import literal
 
 positions = read_positions({written!r}, trace.num_positions)
 shade(attention_of(trace, positions, {layer}, fates=fates))

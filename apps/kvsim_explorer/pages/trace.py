@@ -8,7 +8,8 @@ from kvsim_traces import describe
 
 from kvsim import charts
 from kvsim.cli.output import preview
-from kvsim_explorer.replays import results_of
+from kvsim_explorer.literal import literal
+from kvsim_explorer.replays import replayed
 from kvsim_explorer.reproduce import command, policy_options, reproduce
 from kvsim_explorer.show import frame_of, show_chart, show_table
 from kvsim_explorer.view import View
@@ -20,6 +21,7 @@ TITLE = "Recording"
 COLUMNS = {
     "policy": "policy",
     "budget": "B",
+    "retained": "held",
     "kept_mass": "kept mass",
     "churn": "churn",
     "shadow_churn": "shadow churn",
@@ -34,19 +36,24 @@ COLUMNS = {
 def show(view: View) -> None:
     """Show the manifest, and the table that ``kvsim replay`` prints."""
     trace = view.trace
-    st.header(trace.path.name)
+    st.header(literal(trace.path.name))
     facts = describe(trace)
     with st.container(horizontal=True):
         for name, value in _figures(view):
             st.metric(name, value, border=True, width="content")
     for note in _warnings(view, facts):
-        st.warning(note)
+        st.warning(literal(note))
     if said := preview(trace, 400):
         st.markdown("**What was generated**")
         st.text(said)
     with st.expander("Where it came from"):
         show_table(frame_of([{"what": name, "is": value} for name, value in _origin(facts)]), "origin")
-    results = results_of(view, view.policies)
+    results, failed = replayed(view, view.policies)
+    for policy, why in failed:
+        st.error(literal(f"{view.text_of(policy)} is left out: {why}"))
+    if not results:
+        return
+    ran = [policy for policy in view.policies if policy not in dict(failed)]
     rows = [result.summary() for result in results]
     st.subheader("What the policies keep")
     st.caption(_how(view))
@@ -63,14 +70,15 @@ def show(view: View) -> None:
     shadow = ["--shadow"] * view.shadow
     reproduce(
         command("trace", "info", view.location),
-        command("replay", "--trace", view.location, *policy_options(view, view.policies), *shadow),
-        command("chart", "kept-mass", "--trace", view.location, *policy_options(view, view.policies), *shadow)
+        command("replay", "--trace", view.location, *policy_options(view, ran), *shadow),
+        command("chart", "kept-mass", "--trace", view.location, *policy_options(view, ran), *shadow)
         + " --out kept-mass.html",
         python=f"""
-import kvsim
+import kvsim, kvsim.charts
+from kvsim_explorer.literal import literal
 
 trace = kvsim.open_trace({view.location!r})
-results = kvsim.replay_many(trace, {[str(policy) for policy in view.policies]!r}, shadow={view.shadow})
+results = kvsim.replay_many(trace, {[str(policy) for policy in ran]!r}, shadow={view.shadow})
 kvsim.charts.kept_mass(results)
 """,
     )

@@ -374,7 +374,8 @@ class View {
     else if (!this.step) parts.push(`tokens held ${this.held[0].toLocaleString("en")}`);
     const gone = this.gone();
     const named = gone.slice(0, 6).map((i) => `${i} ${JSON.stringify(texts[i])}`).join(", ");
-    parts.push(`${this.data.words.gone}: ${gone.length ? `${gone.length.toLocaleString("en")}, ${named}` : "none"}${gone.length > 6 ? ", …" : ""}`);
+    const count = `${gone.length.toLocaleString("en")} token${gone.length === 1 ? "" : "s"}`;
+    parts.push(`${this.data.words.gone}: ${gone.length ? `${count}: ${named}` : "none"}${gone.length > 6 ? ", …" : ""}`);
     return parts.join(" · ");
   }
 
