@@ -12,9 +12,11 @@ __all__ = ["attention_row"]
 
 _TILE_BYTES = 16384
 _BLOCK = 1024
+_MEAN_ITEMS = 4096
 
 
-@triton.jit
+# Lengths and views of rows change from step to step: programs are not compiled anew for those divisible by 16.
+@triton.jit(do_not_specialize=["length"])
 def _logits(
     query,
     keys,
@@ -29,6 +31,7 @@ def _logits(
     stride_key_head,
     stride_key,
     stride_mask,
+    stride_logits,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
@@ -44,7 +47,7 @@ def _logits(
     own = head * GROUP + row
     q = tl.load(query + own[:, None] * stride_query + dim[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
     keys += head.to(tl.int64) * stride_key_head + dim[:, None]
-    logits += own.to(tl.int64)[:, None] * length
+    logits += own.to(tl.int64)[:, None] * stride_logits
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for first in tl.range(split * share, end, BLOCK):
@@ -75,33 +78,86 @@ def _logits(
 
 
 @triton.jit
+def _totals(tops, sums, sinks):
+    """Give what to take from the logits of each row, the sum of its softmax's terms, and that with the sink's."""
+    top = tl.max(tops, 1)
+    if sinks is not None:
+        top = tl.maximum(top, sinks.to(tl.float32))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    kept = tl.sum(sums * tl.exp(tops - base[:, None]), 1)
+    total = kept
+    if sinks is not None:
+        total += tl.exp(sinks.to(tl.float32) - base)
+    return base, kept, tl.where(total > 0, total, 1.0)
+
+
+@triton.jit(do_not_specialize=["length", "stride_out"], do_not_specialize_on_alignment=["out", "row_sums"])
 def _normalise(
     logits,
     part_max,
     part_sum,
     sinks,
     out,
+    row_sums,
     length,
     scale,
+    stride_logits,
+    stride_out,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    head = tl.program_id(1).to(tl.int64)
-    split = tl.arange(0, SPLITS_2)
-    tops = tl.load(part_max + head * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    sums = tl.load(part_sum + head * SPLITS + split, mask=split < SPLITS, other=0.0)
-    top = tl.max(tops, 0)
+    own = tl.program_id(1) + tl.arange(0, 1)
+    split = tl.arange(0, SPLITS_2)[None, :]
+    part, is_part = own[:, None] * SPLITS + split, split < SPLITS
+    tops = tl.load(part_max + part, mask=is_part, other=float("-inf"))
+    sums = tl.load(part_sum + part, mask=is_part, other=0.0)
+    sink = None
     if sinks is not None:
-        top = tl.maximum(top, tl.load(sinks + head).to(tl.float32))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(sums * tl.exp(tops - base), 0)
+        sink = tl.load(sinks + own)
+    base, kept, total = _totals(tops, sums, sink)
+    if row_sums is not None and tl.program_id(0) == 0:
+        tl.store(row_sums + own, kept / total)
+    far = own.to(tl.int64)[:, None]
+    place = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    a = tl.load(logits + far * stride_logits + place, mask=place < length, other=float("-inf"))
+    p = tl.exp(a - base[:, None]) / total[:, None] * scale
+    tl.store(out + far * stride_out + place, p.to(out.dtype.element_ty), mask=place < length)
+
+
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["out", "row_sums"])
+def _mean(
+    logits,
+    part_max,
+    part_sum,
+    sinks,
+    out,
+    row_sums,
+    length,
+    scale,
+    stride_logits,
+    HEADS: tl.constexpr,
+    HEADS_2: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    own, split = tl.arange(0, HEADS_2), tl.arange(0, SPLITS_2)[None, :]
+    is_own = own < HEADS
+    part, is_part = own[:, None] * SPLITS + split, is_own[:, None] & (split < SPLITS)
+    tops = tl.load(part_max + part, mask=is_part, other=float("-inf"))
+    sums = tl.load(part_sum + part, mask=is_part, other=0.0)
+    sink = None
     if sinks is not None:
-        total += tl.exp(tl.load(sinks + head).to(tl.float32) - base)
+        sink = tl.load(sinks + own, mask=is_own, other=float("-inf"))
+    base, kept, total = _totals(tops, sums, sink)
+    if row_sums is not None and tl.program_id(0) == 0:
+        tl.store(row_sums + own, kept / total, mask=is_own)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(logits + head * length + place, mask=place < length, other=float("-inf"))
-    p = tl.exp(a - base) / tl.where(total > 0, total, 1.0) * scale
-    tl.store(out + head * length + place, p.to(out.dtype.element_ty), mask=place < length)
+    seen = is_own[:, None] & (place < length)[None, :]
+    a = tl.load(logits + own.to(tl.int64)[:, None] * stride_logits + place[None, :], mask=seen, other=float("-inf"))
+    p = tl.sum(tl.exp(a - base[:, None]) / total[:, None], 0) / HEADS * scale
+    tl.store(out + place, p.to(out.dtype.element_ty), mask=place < length)
 
 
 def attention_row(
@@ -114,7 +170,9 @@ def attention_row(
     sink_logits: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     scale: float = 1.0,
+    mean: bool = False,
     out: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
     """Attention probabilities of a single query; see `kvsim_kernels.attention_rows.reference.attention_row`.
@@ -129,8 +187,12 @@ def attention_row(
         Of the result.
     scale : float
         Factor on the probabilities: 2**15 with float16 is how traces store them.
-    out : Tensor [H, n], optional
-        Where to write, in its own type; contiguous.
+    mean : bool
+        Give the mean over the heads, [n].
+    out : Tensor [H, n] or [n], optional
+        Where to write, in its own type; its last dimension is contiguous.
+    sums : Tensor [H], optional
+        Where to write each row's sum, in float32: 1 without sinks, 0 where nothing is visible.
     splits : int, optional
         Programs for each KV head; chosen for the GPU by default.
 
@@ -148,8 +210,11 @@ def attention_row(
     kv_heads, length = keys.shape[:2]
     splits = split_count(kv_heads, length, query.device) if splits is None else splits
     if out is None:
-        out = torch.empty(heads, length, dtype=dtype, device=query.device)
-    logits = torch.empty(heads, length, dtype=torch.float32, device=query.device)
+        out = torch.empty((length,) if mean else (heads, length), dtype=dtype, device=query.device)
+    elif out.shape != ((length,) if mean else (heads, length)) or out.stride(-1) != 1:
+        raise ValueError(f"out must be [{'' if mean else f'{heads}, '}{length}] with a contiguous last dimension")
+    stride = triton.cdiv(length, 16) * 16
+    logits = torch.empty(heads, stride, dtype=torch.float32, device=query.device)
     part_max, part_sum = torch.empty(2, heads, splits, dtype=torch.float32, device=query.device)
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
@@ -159,11 +224,20 @@ def attention_row(
         query, keys, mask, logits, part_max, part_sum, length,
         float(dim**-0.5 if scaling is None else scaling), softcap,
         query.stride(0), keys.stride(0), keys.stride(1), mask.stride(0) if mask is not None and mask.ndim > 1 else 0,
+        stride,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, WIDTH=width, BLOCK=block, SPLITS=splits,
         num_warps=4, num_stages=4,
     )  # fmt: skip
-    _normalise[(triton.cdiv(length, _BLOCK), heads)](
-        logits, part_max, part_sum, sink_logits, out, length, float(scale),
-        SPLITS=splits, SPLITS_2=triton.next_power_of_2(splits), BLOCK=_BLOCK, num_warps=4,
-    )  # fmt: skip
+    given = logits, part_max, part_sum, sink_logits, out, sums, length, float(scale), stride
+    splits_2 = triton.next_power_of_2(splits)
+    if mean:
+        heads_2 = triton.next_power_of_2(heads)
+        block = max(16, _MEAN_ITEMS // heads_2)
+        _mean[(triton.cdiv(length, block),)](
+            *given, HEADS=heads, HEADS_2=heads_2, SPLITS=splits, SPLITS_2=splits_2, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    else:
+        _normalise[(triton.cdiv(length, _BLOCK), heads)](
+            *given, out.stride(0), SPLITS=splits, SPLITS_2=splits_2, BLOCK=_BLOCK, num_warps=4,
+        )  # fmt: skip
     return out

@@ -84,10 +84,49 @@ def test_the_type_of_a_trace():
     assert torch.equal(out, found)
 
 
+@pytest.mark.parametrize("kind", ["plain", "sinks"])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "length", "splits"), [(3, 3, 130, 2), (1, 4, 700, 5), (2, 1, 1, 1), (8, 4, 70, None)]
+)
+def test_head_means_and_sums(kv_heads, group, length, splits, kind):
+    query, keys = inputs(kv_heads, group, 64, length)
+    heads = kv_heads * group
+    sinks = torch.linspace(-1, 5, heads, device=DEVICE) if kind == "sinks" else None
+    exact = reference(query, keys, sink_logits=sinks, dtype=torch.float64)
+    rows, means = (torch.full((heads,), torch.nan, device=DEVICE) for _ in range(2))
+    attention_row(query, keys, sink_logits=sinks, sums=rows, splits=splits)
+    found = attention_row(query, keys, sink_logits=sinks, mean=True, sums=means, splits=splits)
+    assert found.shape == (length,)
+    assert error(found, exact.mean(0)) < 2e-6
+    assert error(rows, exact.sum(-1)) < 1e-6
+    assert torch.equal(means, rows)
+    assert kind == "sinks" or (rows == 1).all()
+    half = torch.empty(length + 3, device=DEVICE, dtype=torch.float16)
+    attention_row(query, keys, sink_logits=sinks, mean=True, scale=2**15, out=half[1:-2], splits=splits)
+    scaled = exact.mean(0) * 2**15
+    assert error(half[1:-2], scaled) < 2 * error(scaled.half(), scaled) + 1e-6
+    assert half[0].isnan()
+    assert half[-2:].isnan().all()
+
+
+def test_rows_into_the_end_of_longer_ones():
+    query, keys = inputs(2, 2, 64, 75)
+    wide = torch.empty(4, 81, device=DEVICE)
+    attention_row(query, keys, out=wide[:, 6:], splits=2)
+    assert error(wide[:, 6:], reference(query, keys, dtype=torch.float64)) < 1e-6
+    assert wide[:, :6].isnan().all()
+    for out in (wide, wide[:, 6:].T, wide[0, 6:]):
+        with pytest.raises(ValueError, match=r"out must be \[4, 75\] with a contiguous last dimension"):
+            attention_row(query, keys, out=out)
+
+
 def test_nothing_visible_gives_zero():
     query, keys = inputs(1, 2, 64, 20)
     hidden = torch.zeros(20, device=DEVICE, dtype=torch.bool)
-    assert (attention_row(query, keys, mask=hidden) == 0).all()
+    sums = torch.ones(2, device=DEVICE)
+    assert (attention_row(query, keys, mask=hidden, sums=sums) == 0).all()
+    assert (sums == 0).all()
+    assert (attention_row(query, keys, mask=hidden, mean=True) == 0).all()
 
 
 def test_a_cache_seen_through_a_view():
