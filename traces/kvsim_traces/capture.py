@@ -11,7 +11,7 @@ from kvsim_traces.hooks import AttentionCall
 from kvsim_traces.layout import SCALE
 from kvsim_traces.manifest import LayerInfo
 
-_NUMBER_TYPES = {"float16": torch.float16, "float32": torch.float32}
+NUMBER_TYPES = {"float16": torch.float16, "float32": torch.float32}
 
 
 def layer_info(call: AttentionCall, index: int, config: Any) -> LayerInfo:
@@ -55,7 +55,7 @@ def to_numpy(tensor: torch.Tensor, what: str, number_type: str) -> np.ndarray[An
     TraceError
         When a finite value does not fit; float32 then does.
     """
-    converted = tensor.to(_NUMBER_TYPES[number_type])
+    converted = tensor.to(NUMBER_TYPES[number_type])
     if number_type == "float16" and bool((converted.isinf() & tensor.isfinite()).any()):
         raise TraceError(
             f"{what}: {float(tensor.abs().max()):.6g} does not fit float16; record with qk_dtype='float32'"
@@ -171,12 +171,21 @@ class StepCapture:
         shape, or head means [position + 1] in a `scores` capture.
         """
         self._position, self._keep = position, keep
-        for kept in (self._rows, self._sums, self._queries, self._keys, self._values, self.exact, self.stored):
+        for kept in (self._rows, self._sums, self._queries, self._keys, self._values):
             kept.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what was kept for the check."""
+        self.exact.clear()
+        self.stored.clear()
 
     def __call__(self, call: AttentionCall) -> None:
-        """Compute one layer's rows."""
-        ordinal = len(self._sums)
+        """Take what the trace needs from one layer's attention call."""
+        self._take(call, *self._accepted(call, len(self._sums)))
+
+    def _accepted(self, call: AttentionCall, ordinal: int) -> tuple[int, int]:
+        """Return which layer it is and how many of its latest keys its query sees, or refuse it."""
         if ordinal >= len(self._layers):
             raise TraceError(
                 f"model: a decode step ran more than the {len(self._layers)} attention layers of the prefill"
@@ -188,6 +197,10 @@ class StepCapture:
             raise TraceError(
                 f"model: layer {ordinal} sees {call.key.shape[1]} keys at position {self._position}, not {visible}"
             )
+        return ordinal, visible
+
+    def _take(self, call: AttentionCall, ordinal: int, visible: int) -> None:
+        """Compute one layer's rows."""
         rows = self._placed(
             attention_row(
                 call.query[:, 0],
@@ -209,17 +222,17 @@ class StepCapture:
                 self._values.append(call.value[:, -1])
         if self._keep:
             self.exact.append(rows)
-            self.stored.append(self._as_stored(call, visible))
+            self.stored.append(
+                self._rows[-1].float() / SCALE if self._rows else self._recomputed(call, visible, self._sums[-1])
+            )
 
     def _placed(self, probabilities: torch.Tensor) -> torch.Tensor:
         """Rows over all positions: a windowed layer's keys are the latest ones, everything before them gets 0."""
         return torch.nn.functional.pad(probabilities, (self._position + 1 - probabilities.shape[-1], 0))
 
-    def _as_stored(self, call: AttentionCall, visible: int) -> torch.Tensor:
-        if self._capture in ("heads", "scores"):
-            return self._rows[-1].float() / SCALE
-        # as the reader does it: a sink's share comes from the row sums
-        number_type = _NUMBER_TYPES[self._qk_dtype]
+    def _recomputed(self, call: AttentionCall, visible: int, sums: torch.Tensor) -> torch.Tensor:
+        """Rows as a reader computes them from stored queries and keys: a sink's share comes from the row sums."""
+        number_type = NUMBER_TYPES[self._qk_dtype]
         rows = attention_row(
             call.query[:, 0].to(number_type),
             call.key[:, -visible:].to(number_type),
@@ -227,7 +240,7 @@ class StepCapture:
             softcap=call.softcap,
             dtype=torch.float64,
         ).float()
-        return self._placed(rows if call.sink_logits is None else rows * self._sums[-1][:, None])
+        return self._placed(rows if call.sink_logits is None else rows * sums[:, None])
 
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return the step's arrays under the names the writer takes.
@@ -238,10 +251,7 @@ class StepCapture:
             ``row_sums`` [K, H] float32; ``attention`` [K, H, n] or ``scores`` [K, n], float16 times 2^15; or
             ``queries`` [K, H, d], ``keys`` and ``values`` [K, Hk, d].
         """
-        if len(self._sums) != len(self._layers):
-            raise TraceError(
-                f"model: a decode step ran {len(self._sums)} attention layers, the prefill {len(self._layers)}"
-            )
+        self._check_layers(len(self._sums))
         found = {"row_sums": _stacked(self._sums).numpy()}
         if self._rows:
             found["attention" if self._capture == "heads" else "scores"] = _stacked(self._rows).numpy()
@@ -249,6 +259,10 @@ class StepCapture:
             if parts:
                 found[name] = to_numpy(_stacked(parts), name, self._qk_dtype)
         return found
+
+    def _check_layers(self, count: int) -> None:
+        if count != len(self._layers):
+            raise TraceError(f"model: a decode step ran {count} attention layers, the prefill {len(self._layers)}")
 
 
 def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:

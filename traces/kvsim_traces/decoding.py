@@ -31,9 +31,13 @@ class Decoder:
         self.cache = getattr(outputs, self._cache_name, None)
         return _last_logits(outputs)
 
-    def step(self, token: int) -> torch.Tensor:
-        """Feed one token and return its logits [vocabulary]."""
-        return _last_logits(self._forward([token], self.cache))
+    def step(self, token: int | torch.Tensor) -> torch.Tensor:
+        """Feed one token, a number or a tensor [1] on the model's device, and return its logits [vocabulary]."""
+        return _last_logits(self._forward(token if isinstance(token, torch.Tensor) else [token], self.cache))
+
+    def release(self) -> None:
+        """Let go of the cache."""
+        self.cache = None
 
     def feed_copy(self, tokens: list[int]) -> None:
         """Feed tokens after what the cache holds, into a copy of it; the cache stays as it is."""
@@ -50,14 +54,16 @@ class Decoder:
         outputs = self._forward([token], copy.deepcopy(self.cache), output_attentions=True)
         return tuple(layer[0, :, -1] for layer in outputs.attentions or () if layer is not None)
 
-    def _forward(self, tokens: list[int], cache: Any, **options: Any) -> Any:
+    def _forward(self, tokens: list[int] | torch.Tensor, cache: Any, **options: Any) -> Any:
         return self.model(input_ids=self._ids(tokens), use_cache=True, **{self._cache_name: cache}, **options)
 
     def _last_only(self) -> dict[str, int]:
         """Give the option that spares the logits of all but the last token, where the model has it."""
         return {"logits_to_keep": 1} if "logits_to_keep" in signature(self.model.forward).parameters else {}
 
-    def _ids(self, tokens: list[int]) -> torch.Tensor:
+    def _ids(self, tokens: list[int] | torch.Tensor) -> torch.Tensor:
+        if isinstance(tokens, torch.Tensor):
+            return tokens.view(1, -1)
         return torch.tensor([tokens], dtype=torch.long, device=self.model.get_input_embeddings().weight.device)
 
 
@@ -79,10 +85,16 @@ def choose(logits: torch.Tensor, temperature: float, generator: torch.Generator,
     banned : list of int
         Tokens never chosen.
     """
-    if banned:
-        logits = logits.clone()
-        logits[banned] = -torch.inf
+    logits = allowed(logits, banned)
     if temperature == 0:
         return int(logits.argmax())
     probabilities = torch.softmax(logits.double().cpu() / temperature, dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def allowed(logits: torch.Tensor, banned: list[int] | torch.Tensor) -> torch.Tensor:
+    """Set the logits of tokens that may not be chosen to minus infinity, in a copy where there are any."""
+    if len(banned):
+        logits = logits.clone()
+        logits[banned] = -torch.inf
+    return logits

@@ -1,5 +1,6 @@
 """Record one run of a language model: its own fast attention for the prefill, then one row for each decode step."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,14 +13,17 @@ import torch
 from kvsim_traces import facts
 from kvsim_traces.capture import PrefillCapture, StepCapture
 from kvsim_traces.decoding import Decoder, choose
+from kvsim_traces.device_capture import DeviceCapture
 from kvsim_traces.errors import TraceError
 from kvsim_traces.hooks import attention_implementation, implementation_set, observed
 from kvsim_traces.kvzip import Reconstruction
-from kvsim_traces.manifest import Manifest, package_version
+from kvsim_traces.manifest import LayerInfo, Manifest, package_version
+from kvsim_traces.overlapped import Overlapped, memory_error, overlapped_device
+from kvsim_traces.packing import StepLayout
 from kvsim_traces.reader import Trace, open_trace
 from kvsim_traces.request import Request, checked, eligible_flags
 from kvsim_traces.selfcheck import check_rows
-from kvsim_traces.token_text import token_bytes
+from kvsim_traces.token_text import TokenText
 from kvsim_traces.writer import TraceWriter
 
 _POSITIONS = 4096
@@ -107,8 +111,9 @@ def record(
     Raises
     ------
     TraceError
-        When an argument is wrong, the model's attention cannot be recorded, the check fails, or writing fails. Before
-        the first step is complete nothing is left on disk; afterwards the trace keeps its committed steps.
+        When an argument is wrong, the model's attention cannot be recorded, the check fails, the GPU's memory does not
+        suffice, or writing fails. Before the first step is complete nothing is left on disk; afterwards the trace keeps
+        its committed steps.
     """
     kind = type(model).__name__
     if not isinstance(model, torch.nn.Module) or not hasattr(getattr(model, "config", None), "get_text_config"):
@@ -136,19 +141,29 @@ def record(
             tokenizer, request.prompt, chat=bool(chat_template), vocab_size=request.vocab_size
         )
     attention = attention_implementation(model)
-    with torch.inference_mode(), _evaluating(model):
-        run = _Run(model, request, tokenizer, reconstruction)
-        manifest = run.start(check)
-        manifest = replace(
-            manifest,
-            model=facts.model_facts(model, name),
-            tokenizer=None if tokenizer is None else facts.tokenizer_facts(tokenizer, name),
-            environment=facts.environment_facts(model, attention),
-            generation=manifest.generation | {"chat_template": bool(chat_template)},
-            kvsim_version=kvsim_version or package_version(),
-        )
-        with TraceWriter(out, manifest, qk_dtype=qk_dtype) as writer:
-            run.write(writer, progress)
+    run = Recording(model, request, tokenizer, reconstruction)
+    failed = None
+    try:
+        with torch.inference_mode(), _evaluating(model):
+            manifest = run.start(check)
+            manifest = replace(
+                manifest,
+                model=facts.model_facts(model, name),
+                tokenizer=None if tokenizer is None else facts.tokenizer_facts(tokenizer, name),
+                environment=facts.environment_facts(model, attention),
+                generation=manifest.generation | {"chat_template": bool(chat_template)},
+                kvsim_version=kvsim_version or package_version(),
+            )
+            with TraceWriter(out, manifest, qk_dtype=qk_dtype) as writer:
+                run.write(writer, progress)
+    except torch.OutOfMemoryError as error:
+        failed = str(error)
+    if failed is not None:
+        # The frames that held the model's tensors are gone by now.
+        run.release()
+        gc.collect()
+        torch.cuda.empty_cache()
+        raise memory_error(failed)
     return open_trace(out)
 
 
@@ -164,13 +179,25 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-class _Run:
-    """One recording: `start` runs the prefill and step 1, `write` stores them and runs the rest."""
+class Recording:
+    """One recording: `start` runs the prefill and step 1, `write` stores them and runs the rest.
 
-    def __init__(self, model: Any, request: Request, tokenizer: Any, reconstruction: Reconstruction | None) -> None:
+    Parameters
+    ----------
+    model : PreTrainedModel
+        In evaluation mode; both methods need inference mode.
+    request : Request
+    tokenizer : PreTrainedTokenizerBase or None
+    reconstruction : Reconstruction or None
+    """
+
+    def __init__(
+        self, model: Any, request: Request, tokenizer: Any = None, reconstruction: Reconstruction | None = None
+    ) -> None:
         self.model = model
         self.request = request
         self.tokenizer = tokenizer
+        self.text = None if tokenizer is None else TokenText(tokenizer)
         self.reconstruction = reconstruction
         self.kvzip_scores: np.ndarray[Any, Any] | None = None
         self.decoder = Decoder(model)
@@ -180,6 +207,7 @@ class _Run:
         self.prefill = PrefillCapture(
             self.config, request.capture, request.last_queries, request.prompt_mass, request.qk_dtype
         )
+        self.overlapped: Overlapped | None = None
 
     def start(self, check: bool) -> Manifest:
         """Run the prefill, the reconstruction and step 1, check it, and describe the recording."""
@@ -189,7 +217,6 @@ class _Run:
         self._accept()
         flags = eligible_flags(request.eligible, prefill.layers)
         layers = [replace(layer, eligible=flag) for layer, flag in zip(prefill.layers, flags, strict=True)]
-        self.step = StepCapture(layers, request.capture, request.qk_dtype)
         notes = _notes(prefill.indices)
         if self.reconstruction is not None:
             self.kvzip_scores = self.reconstruction.scores(self.decoder, layers, prefill.shapes[0][1])
@@ -199,12 +226,15 @@ class _Run:
         if check:
             with implementation_set(self.model, lambda _: "eager"):
                 reported = self.decoder.attentions(self.token)
-        with observed(self.model, self.step):
-            self.logits, self.first = self._advance(1, keep=check)
+        self._first_step(layers, check)
         found = None
         if check:
             dtype = next(self.model.parameters()).dtype
             found = check_rows(self.step.exact, self.step.stored, reported, dtype, 1)
+            self.step.forget()
+        if isinstance(self.step, DeviceCapture) and self.step.plain:
+            named = ", ".join(str(prefill.indices[ordinal]) for ordinal in sorted(self.step.plain))
+            notes.append(f"attention rows of layers {named} were computed by PyTorch, not by the kernel")
         heads, kv_heads, head_dim, _ = prefill.shapes[0]
         return Manifest(
             capture=request.capture,
@@ -229,21 +259,57 @@ class _Run:
             notes=notes,
         )
 
-    def write(self, writer: TraceWriter, progress: Callable[[int, int], None] | None) -> None:
+    def write(self, writer: TraceWriter, progress: Callable[[int, int], None] | None = None) -> None:
         """Store the prompt and step 1, then run and store the other steps."""
         self._write_prompt(writer)
-        arrays, total = self.first, self.request.steps
         with observed(self.model, self.step):
-            for t in range(1, total + 1):
-                if t > 1:
-                    self.token = self._choose(self.logits, t - 1)
-                    self.logits, arrays = self._advance(t)
-                text = None if self.tokenizer is None else token_bytes(self.tokenizer, [self.token])[0]
-                writer.append(token=self.token, text=text, scaled=True, **arrays)
-                if progress is not None:
-                    progress(t, total)
-                if self.request.forced is None and not self.request.suppress_eos and self.token in self.eos:
-                    return
+            if self.overlapped is not None:
+                self.overlapped.write(writer, self.text, progress)
+            else:
+                self._write_in_turn(writer, progress)
+
+    def release(self) -> None:
+        """Let go of everything on the model's device."""
+        self.decoder.release()
+        self.logits = torch.empty(0)
+        if self.overlapped is not None:
+            self.overlapped.release()
+
+    def _first_step(self, layers: list[LayerInfo], check: bool) -> None:
+        request, eos = self.request, self.eos
+        device = overlapped_device(self.model)
+        if device is None:
+            self.step = StepCapture(layers, request.capture, request.qk_dtype)
+            with observed(self.model, self.step):
+                self.logits, self.first = self._advance(1, keep=check)
+            return
+        self.step = capture = DeviceCapture(layers, request.capture, request.qk_dtype)
+        heads, kv_heads, head_dim, _ = self.prefill.shapes[0]
+        self.overlapped = Overlapped(
+            device,
+            self.decoder,
+            request,
+            capture,
+            StepLayout(request.capture, len(layers), heads, kv_heads, head_dim, request.qk_dtype),
+            banned=eos if request.suppress_eos else [],
+            ends=eos if request.forced is None and not request.suppress_eos else [],
+            generator=self.generator,
+        )
+        with observed(self.model, capture):
+            self.overlapped.first(self.token, keep=check)
+
+    def _write_in_turn(self, writer: TraceWriter, progress: Callable[[int, int], None] | None) -> None:
+        arrays, total = self.first, self.request.steps
+        for t in range(1, total + 1):
+            if t > 1:
+                self.token = self._choose(self.logits, t - 1)
+                self.logits, arrays = self._advance(t)
+            text = None if self.text is None else self.text([self.token])[0]
+            writer.append(token=self.token, text=text, scaled=True, **arrays)
+            if progress is not None:
+                progress(t, total)
+            if self.request.forced is None and not self.request.suppress_eos and self.token in self.eos:
+                return
 
     def _advance(self, t: int, keep: bool = False) -> tuple[torch.Tensor, dict[str, np.ndarray[Any, Any]]]:
         """Feed the present token as step t; return the next logits and the step's arrays."""
@@ -299,7 +365,7 @@ class _Run:
         prefill, prompt = self.prefill, self.request.prompt
         writer.write_prompt(
             tokens=np.asarray(prompt, dtype=np.int32),
-            text=None if self.tokenizer is None else token_bytes(self.tokenizer, prompt),
+            text=None if self.text is None else self.text(prompt),
             prompt_queries=np.stack(prefill.queries) if prefill.queries else None,
             prompt_mass=np.stack(prefill.mass) if prefill.mass else None,
             kvzip_scores=self.kvzip_scores,

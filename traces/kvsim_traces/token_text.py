@@ -59,6 +59,48 @@ def token_style(tokenizer: Any) -> str:
     return "sentencepiece" if replaces_space or types & {"Metaspace", "ByteFallback"} else "other"
 
 
+class TokenText:
+    """What each token of a tokenizer stands for; reading the tokenizer once pays where tokens come one at a time.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+        A transformers tokenizer, fast or slow.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._style = token_style(tokenizer)
+        self._added = {int(i): str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        self._special = set(getattr(tokenizer, "all_special_ids", ()))
+        self._known = len(tokenizer)
+        self._seen: dict[int, bytes] = {}
+
+    def __call__(self, ids: Sequence[int]) -> list[bytes]:
+        """Give the bytes of each token; see `token_bytes`."""
+        for i in ids:
+            if i not in self._seen:
+                self._seen[i] = self._one(i) if 0 <= i < self._known else b""
+        return [self._seen[i] for i in ids]
+
+    def _one(self, token_id: int) -> bytes:
+        """Bytes of one token that lies within the vocabulary."""
+        token = self._added.get(token_id)
+        if token is None:
+            token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special or (self._style == "byte" and token_id in self._added):
+            return token.encode()
+        if self._style == "byte":
+            alphabet = byte_alphabet()
+            return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
+        if self._style == "sentencepiece":
+            byte = _BYTE_TOKEN.fullmatch(token)
+            return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
+        return str(self._tokenizer.decode([token_id])).encode()
+
+
 def token_bytes(tokenizer: Any, ids: Sequence[int]) -> list[bytes]:
     """Bytes of each token.
 
@@ -75,30 +117,4 @@ def token_bytes(tokenizer: Any, ids: Sequence[int]) -> list[bytes]:
         Special tokens are their literal text; fragments of a character are its bytes, not replacement characters; an
         id that the tokenizer does not know (padding of the vocabulary) is empty.
     """
-    style = token_style(tokenizer)
-    added = {int(i): str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
-    special = set(getattr(tokenizer, "all_special_ids", ()))
-    known = len(tokenizer)
-    seen: dict[int, bytes] = {}
-    for i in ids:
-        if i not in seen:
-            seen[i] = _one(tokenizer, i, style, added, special) if 0 <= i < known else b""
-    return [seen[i] for i in ids]
-
-
-def _one(tokenizer: Any, token_id: int, style: str, added: dict[int, str], special: set[int]) -> bytes:
-    """Bytes of one token that lies within the vocabulary."""
-    token = added.get(token_id)
-    if token is None:
-        token = tokenizer.convert_ids_to_tokens(token_id)
-    if token is None:
-        return b""
-    if token_id in special or (style == "byte" and token_id in added):
-        return token.encode()
-    if style == "byte":
-        alphabet = byte_alphabet()
-        return bytes(alphabet[c] for c in token) if all(c in alphabet for c in token) else token.encode()
-    if style == "sentencepiece":
-        byte = _BYTE_TOKEN.fullmatch(token)
-        return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
-    return str(tokenizer.decode([token_id])).encode()
+    return TokenText(tokenizer)(ids)
