@@ -57,6 +57,7 @@ def test_heads_are_those_of_the_reference(name, tmp_path, monkeypatch):
     assert found.manifest.check["max_abs_error_stored"] < 2.5e-4
     apart(found, plain)
     np.testing.assert_array_equal(found.prompt_queries(), plain.prompt_queries())
+    np.testing.assert_allclose(found.prompt_mass(), plain.prompt_mass(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa3", "gemma3", "gpt-oss"])
@@ -102,7 +103,9 @@ def test_softcap(tmp_path, monkeypatch):
 def test_other_types(dtype, tmp_path, monkeypatch):
     model = tiny("llama-gqa3", dtype=dtype)
     if dtype == torch.float16:
-        apart(*both(model, tmp_path, monkeypatch))
+        found, plain = both(model, tmp_path, monkeypatch)
+        apart(found, plain)
+        np.testing.assert_allclose(found.prompt_mass(), plain.prompt_mass(), rtol=1e-5, atol=1e-6)
         return
     # What the kernel lacks, PyTorch computes, and the manifest says so.
     with pytest.raises(AssertionError, match="computed by PyTorch"):

@@ -1,5 +1,6 @@
 """Turn observed attention calls into what a trace stores: one object watches the prefill, another each decode step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -55,17 +56,41 @@ def to_numpy(tensor: torch.Tensor, what: str, number_type: str) -> np.ndarray[An
     TraceError
         When a finite value does not fit; float32 then does.
     """
-    converted = tensor.to(NUMBER_TYPES[number_type])
-    if number_type == "float16" and bool((converted.isinf() & tensor.isfinite()).any()):
-        raise TraceError(
-            f"{what}: {float(tensor.abs().max()):.6g} does not fit float16; record with qk_dtype='float32'"
-        )
-    array: np.ndarray[Any, Any] = converted.cpu().numpy()
+    if tensor.device.type == "cpu":
+        array: np.ndarray[Any, Any] = _fitting(tensor, tensor, what, number_type).numpy()
+        return array
+    # One head at a time: a copy of all of them would take the GPU's memory.
+    found = torch.empty(tensor.shape, dtype=NUMBER_TYPES[number_type])
+    for own, part in zip(found, tensor, strict=True):
+        own.copy_(_fitting(part, tensor, what, number_type))
+    array = found.numpy()
     return array
+
+
+def _fitting(part: torch.Tensor, whole: torch.Tensor, what: str, number_type: str) -> torch.Tensor:
+    converted = part.to(NUMBER_TYPES[number_type])
+    if number_type == "float16" and bool((converted.isinf() & part.isfinite()).any()):
+        raise TraceError(f"{what}: {float(whole.abs().max()):.6g} does not fit float16; record with qk_dtype='float32'")
+    return converted
 
 
 class PrefillCapture:
     """Observer of the prefill.
+
+    Parameters
+    ----------
+    config : PretrainedConfig
+        The decoder's.
+    capture : str
+        "heads", "scores", "qk" or "qkv".
+    last_queries : int
+        W; 0 for none.
+    mass : bool
+        Whether to keep the attention that each position received.
+    qk_dtype : str
+        "float16" or "float32".
+    mass_of : callable
+        Computes it; takes and gives what `kvsim_kernels.attention_rows.prompt_mass` does.
 
     Attributes
     ----------
@@ -84,7 +109,15 @@ class PrefillCapture:
         The whole prompt's, also in sliding layers; empty unless the capture stores them.
     """
 
-    def __init__(self, config: Any, capture: str, last_queries: int, mass: bool, qk_dtype: str) -> None:
+    def __init__(
+        self,
+        config: Any,
+        capture: str,
+        last_queries: int,
+        mass: bool,
+        qk_dtype: str,
+        mass_of: Callable[..., torch.Tensor] = prompt_mass,
+    ) -> None:
         self.layers: list[LayerInfo] = []
         self.indices: list[int] = []
         self.shapes: list[tuple[int, int, int, int]] = []
@@ -97,6 +130,7 @@ class PrefillCapture:
         self._capture = capture
         self._last_queries = last_queries
         self._mass = mass
+        self._mass_of = mass_of
         self._qk_dtype = qk_dtype
 
     def __call__(self, call: AttentionCall) -> None:
@@ -119,7 +153,7 @@ class PrefillCapture:
             self.queries.append(to_numpy(last, f"prompt_queries: layer {ordinal}", self._qk_dtype))
         if self._mass:
             chunked = info.type == "chunked_attention"
-            received = prompt_mass(
+            received = self._mass_of(
                 call.query,
                 call.key,
                 scaling=call.scaling,

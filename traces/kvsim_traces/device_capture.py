@@ -3,16 +3,17 @@
 from typing import Any
 
 import torch
-from kvsim_kernels.attention_rows import attention_row
+from kvsim_kernels.attention_rows import attention_row, prompt_mass
 
 from kvsim_traces.capture import StepCapture
 from kvsim_traces.hooks import AttentionCall
 from kvsim_traces.layout import SCALE
 from kvsim_traces.manifest import LayerInfo
 
-__all__ = ["DeviceCapture", "write_rows"]
+__all__ = ["DeviceCapture", "device_prompt_mass", "write_rows"]
 
-_KERNEL_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_HALF_TYPES = (torch.float16, torch.bfloat16)
+_KERNEL_TYPES = (torch.float32, *_HALF_TYPES)
 
 
 def _kernel() -> Any:
@@ -22,6 +23,34 @@ def _kernel() -> Any:
     except ImportError:
         return None
     return compiled
+
+
+def _mass_kernel() -> Any:
+    """Return the prompt mass kernel, or None where Triton is not installed."""
+    try:
+        from kvsim_kernels.prompt_mass.kernel import prompt_mass as compiled
+    except ImportError:
+        return None
+    return compiled
+
+
+def device_prompt_mass(queries: torch.Tensor, keys: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Compute a prompt's attention mass where it is: takes and gives what `prompt_mass` does, in little memory.
+
+    A kernel does it in 16 bits. PyTorch multiplies wider numbers faster; it takes the heads of one KV head at a time.
+    """
+    compiled = _mass_kernel()
+    contiguous = queries.stride(-1) == 1 and keys.stride(-1) == 1
+    if compiled is not None and queries.dtype == keys.dtype and queries.dtype in _HALF_TYPES and contiguous:
+        received: torch.Tensor = compiled(queries, keys, **options)
+        return received
+    group, sinks = queries.shape[0] // keys.shape[0], options.pop("sink_logits", None)
+    parts = []
+    for head in range(keys.shape[0]):
+        own = slice(head * group, (head + 1) * group)
+        sink = None if sinks is None else sinks[own]
+        parts.append(prompt_mass(queries[own], keys[head : head + 1], sink_logits=sink, **options))
+    return torch.cat(parts)
 
 
 def write_rows(

@@ -68,7 +68,7 @@ class StepLayout:
 
     @staticmethod
     def _size(dtype: torch.dtype, shape: tuple[int, ...], positions: int) -> int:
-        return dtype.itemsize * math.prod(positions if length < 0 else length for length in shape)
+        return int(dtype.itemsize) * math.prod(positions if length < 0 else length for length in shape)
 
 
 def _aligned(size: int) -> int:

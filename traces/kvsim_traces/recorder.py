@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from kvsim_kernels.attention_rows import prompt_mass
 
 from kvsim_traces import facts
 from kvsim_traces.capture import PrefillCapture, StepCapture
 from kvsim_traces.decoding import Decoder, choose
-from kvsim_traces.device_capture import DeviceCapture
+from kvsim_traces.device_capture import DeviceCapture, device_prompt_mass
 from kvsim_traces.errors import TraceError
 from kvsim_traces.hooks import attention_implementation, implementation_set, observed
 from kvsim_traces.kvzip import Reconstruction
@@ -204,8 +205,14 @@ class Recording:
         self.config = model.config.get_text_config(decoder=True)
         self.eos = [token for token in eos_tokens(model, tokenizer) if token < request.vocab_size]
         self.generator = torch.Generator().manual_seed(request.seed)
+        self.device = overlapped_device(model)
         self.prefill = PrefillCapture(
-            self.config, request.capture, request.last_queries, request.prompt_mass, request.qk_dtype
+            self.config,
+            request.capture,
+            request.last_queries,
+            request.prompt_mass,
+            request.qk_dtype,
+            prompt_mass if self.device is None else device_prompt_mass,
         )
         self.overlapped: Overlapped | None = None
 
@@ -277,8 +284,7 @@ class Recording:
 
     def _first_step(self, layers: list[LayerInfo], check: bool) -> None:
         request, eos = self.request, self.eos
-        device = overlapped_device(self.model)
-        if device is None:
+        if self.device is None:
             self.step = StepCapture(layers, request.capture, request.qk_dtype)
             with observed(self.model, self.step):
                 self.logits, self.first = self._advance(1, keep=check)
@@ -286,7 +292,7 @@ class Recording:
         self.step = capture = DeviceCapture(layers, request.capture, request.qk_dtype)
         heads, kv_heads, head_dim, _ = self.prefill.shapes[0]
         self.overlapped = Overlapped(
-            device,
+            self.device,
             self.decoder,
             request,
             capture,
