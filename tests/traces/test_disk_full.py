@@ -203,3 +203,56 @@ def test_a_real_full_disk(small_disk: Path) -> None:
     (small_disk / "filler").unlink()
     assert repair_trace(small_disk / "t").ok
     assert verify_trace(small_disk / "t").ok
+
+
+@pytest.mark.parametrize("left", [0, 1000, 20_000])
+def test_a_writer_that_flushes_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    disk = Disk(monkeypatch)
+    manifest = RECORDING.manifest("qkv")
+
+    def run() -> None:
+        with TraceWriter(tmp_path / "t", manifest, behind=True) as writer:
+            writer.write_prompt(**RECORDING.prompt_arguments(manifest.arrays))
+            for step in range(1, 41):
+                if step == 20:
+                    writer.commit()
+                    disk.left = left
+                writer.append(**RECORDING.step_arguments(step, manifest.arrays))
+
+    with pytest.raises(TraceError, match=r"disk full \(No space left on device\); 19 of 40 steps are committed"):
+        run()
+    disk.left = 10**12
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert open_trace(tmp_path / "t").num_steps == 19
+    assert repair_trace(tmp_path / "t").ok
+
+
+def test_a_flush_behind_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be flushed is never committed, however often it is tried."""
+    manifest = RECORDING.manifest("heads")
+    flush, failing = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        if failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(descriptor)
+
+    def run() -> None:
+        with TraceWriter(tmp_path / "t", manifest, behind=True) as writer:
+            writer.write_prompt(**RECORDING.prompt_arguments(manifest.arrays))
+            for step in range(1, 41):
+                if step == 11:
+                    writer.commit()
+                    failing.append(1)
+                writer.append(**RECORDING.step_arguments(step, manifest.arrays))
+                if step == 18:
+                    with pytest.raises(TraceError, match="Input/output error"):
+                        writer.commit()
+                    failing.clear()
+                    writer.commit()
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(TraceError, match=r"t/.*Input/output error; 10 of 40 steps are committed"):
+        run()
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert open_trace(tmp_path / "t").num_steps == 10

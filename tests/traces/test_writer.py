@@ -365,3 +365,30 @@ def test_memory_is_a_piece(tmp_path: Path) -> None:
         row[..., 0] = 1
         writer.append(attention=row)
     assert sum(sizes) <= 33_000_000
+
+
+def test_flushing_behind_writes_the_same_trace(tmp_path: Path) -> None:
+    recording = Recording(steps=40)
+    manifest = recording.manifest("qkv")
+    with TraceWriter(tmp_path / "behind", manifest, behind=True) as writer:
+        writer.write_prompt(**recording.prompt_arguments(manifest.arrays))
+        for step in range(1, 41):
+            writer.append(**recording.step_arguments(step, manifest.arrays))
+        assert writer.committed_steps == 0
+    want = recording.write(tmp_path / "want", "qkv", created=manifest.created)
+    assert files_of(tmp_path / "behind") == files_of(want)
+
+
+def test_flushing_behind_commits_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording(steps=40)
+    manifest = recording.manifest("qk")
+    now = [0.0]
+    monkeypatch.setattr("kvsim_traces.writer.time.monotonic", lambda: now[0])
+    with TraceWriter(tmp_path / "t", manifest, behind=True) as writer:
+        writer.write_prompt(**recording.prompt_arguments(manifest.arrays))
+        committed = []
+        for step in range(1, 41):
+            now[0] += 0.15
+            writer.append(**recording.step_arguments(step, manifest.arrays))
+            committed.append(writer.committed_steps)
+    assert committed == [step // 7 * 7 for step in range(1, 41)]

@@ -63,8 +63,8 @@ def to_numpy(tensor: torch.Tensor, what: str, number_type: str) -> np.ndarray[An
     found = torch.empty(tensor.shape, dtype=NUMBER_TYPES[number_type])
     for own, part in zip(found, tensor, strict=True):
         own.copy_(_fitting(part, tensor, what, number_type))
-    array = found.numpy()
-    return array
+    stacked: np.ndarray[Any, Any] = found.numpy()
+    return stacked
 
 
 def _fitting(part: torch.Tensor, whole: torch.Tensor, what: str, number_type: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,24 +230,68 @@ def write_whole(path: Path, parts: Sequence[Any]) -> None:
     OSError
         If the file could not be written.
     """
+    settle(path, write_aside(path, parts))
+
+
+def write_aside(path: Path, parts: Sequence[Any]) -> int:
+    """Do the first half of `write_whole`: write the file aside.
+
+    Parameters
+    ----------
+    path : Path
+        The file to create or replace in the end.
+    parts : sequence of buffers
+        Its contents, one after the other.
+
+    Returns
+    -------
+    int
+        The descriptor, for `settle`.
+
+    Raises
+    ------
+    OSError
+        If it could not be written; nothing is left then.
+    """
     aside = path.with_name(path.name + ASIDE_SUFFIX)
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
+    with _removed_on_failure(aside, path):
         try:
             for part in parts:
                 view = memoryview(part).cast("B")
                 while len(view):
                     view = view[os.write(descriptor, view) :]
+        except BaseException:
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
+def settle(path: Path, descriptor: int) -> None:
+    """Do the second half of `write_whole`: flush what `write_aside` wrote and rename it into place.
+
+    Raises
+    ------
+    OSError
+        If that failed; nothing is left then.
+    """
+    aside = path.with_name(path.name + ASIDE_SUFFIX)
+    with _removed_on_failure(aside, path):
+        try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
         os.rename(aside, path)
-    except OSError as error:
+
+
+@contextlib.contextmanager
+def _removed_on_failure(aside: Path, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
         aside.unlink(missing_ok=True)
-        error.filename = error.filename or os.fspath(path)
-        raise
-    except BaseException:
-        aside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = error.filename or os.fspath(path)
         raise
 
 

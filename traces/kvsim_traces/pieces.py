@@ -1,6 +1,7 @@
 """Pieces being written: a buffer in its final on-disk order, flushed whole."""
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,13 @@ class PieceBuffer:
             self._view[chunk, offset : offset + count] = items[done : done + count]
             done += count
 
-    def flush(self) -> bool:
+    def flush(self, write: Callable[[Path, Sequence[Any]], None] = write_whole) -> bool:
         """Write the current piece if it holds rows that are not on disk.
+
+        Parameters
+        ----------
+        write : callable
+            Writes a file, given its path and the buffers that make it up; must be done with them when it returns.
 
         Returns
         -------
@@ -145,7 +151,7 @@ class PieceBuffer:
             slot[layout.chunk_bytes :] = np.frombuffer(crc_bytes(slot[: layout.chunk_bytes]), np.uint8)
         index = layout.index(chunks).view(np.uint8).reshape(-1)
         path = self.directory / layout.piece_name(self._current)
-        write_whole(path, [self._data[: chunks * layout.slot_bytes], index, crc_bytes(index)])
+        write(path, [self._data[: chunks * layout.slot_bytes], index, crc_bytes(index)])
         self._flushed = self.rows
         return True
 

@@ -155,7 +155,7 @@ def record(
                 generation=manifest.generation | {"chat_template": bool(chat_template)},
                 kvsim_version=kvsim_version or package_version(),
             )
-            with TraceWriter(out, manifest, qk_dtype=qk_dtype) as writer:
+            with TraceWriter(out, manifest, qk_dtype=qk_dtype, behind=run.device is not None) as writer:
                 run.write(writer, progress)
     except torch.OutOfMemoryError as error:
         failed = str(error)

@@ -1,5 +1,6 @@
 """What a value must be before it is stored or believed; every failure names the field and the place."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -11,6 +12,9 @@ from kvsim_traces.layout import SCALE
 
 SUM_TOLERANCE: Final = 2e-3
 """How far a stored row may sum from its row sum, and that from 1 (float16 rounding; the design's figure)."""
+
+_CACHED: Final = 2**20
+"""Numbers handled at a time, so that they stay in the processor's cache."""
 
 _LAYERED: Final = ("layer", "head", "position")
 _FINITE_HALF: Final = 0x7BFF
@@ -79,6 +83,46 @@ def clear_negative_zeros(stored: NDArray[Any]) -> None:
         bits[bits == _NEGATIVE_ZERO] = 0
 
 
+def fill_rows(slot: NDArray[Any], given: NDArray[Any], where: str, *, scaled: bool) -> NDArray[np.float32]:
+    """Store one step's rows as float16 times `SCALE`, checked.
+
+    Parameters
+    ----------
+    slot : ndarray of float16
+        Where they go, with the layers along axis 0.
+    given : ndarray of float, same shape
+        Probabilities; or float16 as stored, if `scaled`.
+    where : str
+        What to call them in errors.
+    scaled : bool
+
+    Returns
+    -------
+    ndarray of float32
+        Sums along the last axis: of what was given, or if that was scaled, of what is stored.
+
+    Raises
+    ------
+    TraceError
+        Naming the place of the first value that is negative or not finite.
+    """
+    wide = np.result_type(given.dtype, np.float32)
+    found = np.empty(slot.shape[:-1], np.float32)
+    layers = max(1, _CACHED // max(1, math.prod(slot.shape[1:])))
+    for first in range(0, len(slot), layers):
+        part = slice(first, first + layers)
+        own, ours = slot[part], given[part]
+        if scaled:
+            own[:] = ours
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.multiply(ours, SCALE, out=own, casting="unsafe", dtype=wide)
+        clear_negative_zeros(own)
+        check_halves(own, where, range(first, first + len(own)))
+        found[part] = halves_to_floats(own).sum(axis=-1) if scaled else ours.sum(axis=-1, dtype=wide)
+    return found
+
+
 def check_finite(values: NDArray[Any], where: str, axes: tuple[str, ...] = ()) -> None:
     """Check that values are finite.
 
@@ -101,6 +145,29 @@ def check_finite(values: NDArray[Any], where: str, axes: tuple[str, ...] = ()) -
         place = tuple(int(index) for index in np.argwhere(~finite)[0])
         kind = "is NaN" if np.isnan(values[place]) else "is infinite, or overflows the stored type"
         raise TraceError(f"{where}: value at {_place(place, axes)} {kind}")
+
+
+def rounded(name: str, given: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Convert to the stored type, refusing what does not fit.
+
+    Parameters
+    ----------
+    name : str
+        What to call the values in errors.
+    given : ndarray
+        The values.
+    dtype : dtype
+        The type to store.
+
+    Raises
+    ------
+    TraceError
+        Naming the place of the first value that is not finite in that type.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        stored = given.astype(dtype, copy=False)
+    check_finite(stored, name)
+    return stored
 
 
 def check_sums(

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,13 +13,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvsim_traces.behind import WriteBehind
 from kvsim_traces.errors import TraceError
-from kvsim_traces.files import lock_directory, made_directory, os_reason, remove_made, sync_directory, write_json
+from kvsim_traces.files import (
+    lock_directory,
+    made_directory,
+    os_reason,
+    remove_made,
+    sync_directory,
+    write_json,
+    write_whole,
+)
 from kvsim_traces.layout import (
     METADATA_NAME,
     POSITION_ARRAYS,
     PROMPT_ARRAYS,
-    SCALE,
     STEP_ARRAYS,
     ArrayLayout,
     array_shape,
@@ -27,7 +36,10 @@ from kvsim_traces.layout import (
 from kvsim_traces.manifest import LayerInfo, Manifest
 from kvsim_traces.paths import check_new_directory, local_path
 from kvsim_traces.pieces import PieceBuffer
-from kvsim_traces.values import check_finite, check_halves, check_sums, clear_negative_zeros, halves_to_floats
+from kvsim_traces.values import check_finite, check_sums, fill_rows, rounded
+
+COMMIT_SECONDS = 1.0
+"""How often a writer that flushes behind commits, unless asked to."""
 
 
 def group_metadata(manifest: Manifest) -> dict[str, Any]:
@@ -52,6 +64,9 @@ class TraceWriter:
         What the trace is. It is copied; `committed_steps` starts at 0.
     qk_dtype : str
         ``float16`` or ``float32``, for queries, keys, values and prompt queries.
+    behind : bool
+        Whether a thread flushes full pieces while further steps are appended. Steps are then committed about once a
+        second instead of whenever a piece fills, and a commit that fails cannot be tried again.
 
     Attributes
     ----------
@@ -67,7 +82,9 @@ class TraceWriter:
         If the directory is not empty, the manifest is wrong or the disk is full.
     """
 
-    def __init__(self, path: str | Path, manifest: Manifest, *, qk_dtype: str = "float16") -> None:
+    def __init__(
+        self, path: str | Path, manifest: Manifest, *, qk_dtype: str = "float16", behind: bool = False
+    ) -> None:
         local_path(path)
         self.path = Path(path)
         self.manifest = copy.deepcopy(manifest)
@@ -89,6 +106,8 @@ class TraceWriter:
         self._created = not check_new_directory(self.path)
         self._lock = -1
         self._top = self.path
+        self._behind = WriteBehind() if behind else None
+        self._next_commit = time.monotonic() + COMMIT_SECONDS
         try:
             with self._disk():
                 self._top = made_directory(self.path)
@@ -281,7 +300,8 @@ class TraceWriter:
             if name in self._buffers:
                 self._buffers[name].advance()
         self._steps = step
-        if any(self._buffers[name].full for name in STEP_ARRAYS if name in self._buffers):
+        full = any(self._buffers[name].full for name in STEP_ARRAYS if name in self._buffers)
+        if full if self._behind is None else time.monotonic() >= self._next_commit:
             self.commit()
 
     def commit(self) -> None:
@@ -297,6 +317,8 @@ class TraceWriter:
         with self._disk():
             for name in self._buffers:
                 self._flush(name)
+            if self._behind is not None:
+                self._behind.wait()
             for directory in sorted(self._stale):
                 sync_directory(directory)
             self._stale.clear()
@@ -304,6 +326,7 @@ class TraceWriter:
                 self._describe(self._layouts["text"].resized((self._buffers["text"].rows,)))
             self._write_manifest(committed_steps=self._steps)
         self._failed = False
+        self._next_commit = time.monotonic() + COMMIT_SECONDS
 
     def close(self) -> None:
         """Commit, trim the shapes to what was appended and mark the trace complete.
@@ -372,7 +395,7 @@ class TraceWriter:
             self._layouts[layout.name] = layout
 
     def _flush(self, name: str) -> None:
-        if self._buffers[name].flush():
+        if self._buffers[name].flush(write_whole if self._behind is None else self._behind.write):
             self._stale.add(self.path / name)
 
     def _write_manifest(self, **changes: Any) -> None:
@@ -396,6 +419,8 @@ class TraceWriter:
     def _release(self) -> None:
         self._closed = True
         self._buffers.clear()
+        if self._behind is not None:
+            self._behind.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -463,7 +488,7 @@ class TraceWriter:
         limit = manifest.prompt_length + manifest.planned_steps
         if buffer.rows + count > limit:
             raise TraceError(f"{name}: {buffer.rows + count} positions exceed the planned {limit}")
-        return _rounded(name, given, buffer.layout.numpy_dtype)
+        return rounded(name, given, buffer.layout.numpy_dtype)
 
     def _sums(self, row_sums: ArrayLike | None, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
         if row_sums is None:
@@ -472,7 +497,7 @@ class TraceWriter:
         given = _floats("row_sums", row_sums)
         if given.shape != shape:
             raise TraceError(f"row_sums: must have shape {list(shape)}, got {list(given.shape)}")
-        sums = _rounded("row_sums", given, np.dtype(np.float32))
+        sums = rounded("row_sums", given, np.dtype(np.float32))
         if not self.manifest.sink_logits:
             check_sums(sums, 1.0, f"row_sums of step {self._steps + 1}", "is")
         return sums
@@ -490,15 +515,7 @@ class TraceWriter:
             raise TraceError(f"{name}: scaled rows must be float16, got {given.dtype}")
         where = f"{name} of step {self._steps + 1}"
         slot = self._buffers[name].slot()[..., : shape[-1]]
-        if scaled:
-            slot[:] = given
-        else:
-            wide = np.result_type(given.dtype, np.float32)
-            with np.errstate(over="ignore", invalid="ignore"):
-                np.multiply(given, SCALE, out=slot, casting="unsafe", dtype=wide)
-        clear_negative_zeros(slot)
-        check_halves(slot, where)
-        found = halves_to_floats(slot).sum(axis=-1) if scaled else given.sum(axis=-1, dtype=wide).astype(np.float32)
+        found = fill_rows(slot, given, where, scaled=scaled)
         apart = found.ndim == 2
         expected = 1.0 if sums is None else sums if apart else sums.mean(axis=-1)
         if not (sums is None and self.manifest.sink_logits):
@@ -514,7 +531,7 @@ class TraceWriter:
         if given.shape != shape:
             raise TraceError(f"{name}: step {self._steps + 1} must have shape {list(shape)}, got {list(given.shape)}")
         buffer = self._buffers[name]
-        buffer.slot()[:] = _rounded(name, given, buffer.layout.numpy_dtype)
+        buffer.slot()[:] = rounded(name, given, buffer.layout.numpy_dtype)
 
     def _put_positions(self, name: str, rows: NDArray[Any]) -> None:
         buffer, done = self._buffers[name], 0
@@ -562,7 +579,7 @@ class TraceWriter:
                 self._create(name, width)
             buffer = self._buffers[name]
             for layer in given:
-                buffer.slot()[:] = _rounded(name, layer, buffer.layout.numpy_dtype)
+                buffer.slot()[:] = rounded(name, layer, buffer.layout.numpy_dtype)
                 buffer.advance()
                 if buffer.full:
                     self._flush(name)
@@ -580,11 +597,3 @@ def _floats(name: str, value: ArrayLike) -> NDArray[Any]:
     if given.dtype.kind != "f":
         raise TraceError(f"{name}: must be floating point, got {given.dtype}")
     return given
-
-
-def _rounded(name: str, given: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Convert to the stored type, refusing what does not fit."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        stored = given.astype(dtype, copy=False)
-    check_finite(stored, name)
-    return stored
