@@ -24,7 +24,7 @@ from kvsim.plan import Plan
 from kvsim.policy import parse
 from kvsim.version import __version__
 
-__all__ = ["bench_large", "bench_replay", "check_install", "machine", "write_recording"]
+__all__ = ["bench_large", "bench_replay", "check_install", "gpu_facts", "machine", "write_recording"]
 
 SELF_CHECK = ("single", "ema:0.8", "cumulative/group=layer", "ema:0.8/refresh=3", "ema:0.8/protect=sink:2+recent:2")
 
@@ -283,6 +283,24 @@ def machine() -> dict[str, Any]:
         "kvsim": __version__,
         "peak_memory_mib_here": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Describe the GPU, its driver and the versions of what drives it; needs torch."""
+    import importlib.util
+
+    import torch
+
+    facts: dict[str, Any] = {"torch": str(torch.__version__), "gpu": None}
+    if importlib.util.find_spec("triton") is not None:
+        import triton
+
+        facts["triton"] = triton.__version__
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+        facts |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda}
+    return facts
 
 
 def _processor() -> str:

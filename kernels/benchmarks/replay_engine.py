@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from kvsim_traces import Trace, open_trace
 
-from kvsim.bench import machine, write_recording
+from kvsim.bench import gpu_facts, machine, write_recording
 from kvsim.engines import get_engine
 from kvsim.errors import KvsimError
 from kvsim.plan import Plan
@@ -108,19 +108,6 @@ def gpu_part(trace: Trace, plans: list[Plan], repeats: int) -> tuple[list[dict[s
     seconds, _ = timed(lambda: run(trace, plans))
     rows.append({"engine": "gpu, all metrics", "mode": "exact", "policies": len(plans), "seconds": round(seconds, 4)})
     return rows, exact
-
-
-def gpu_facts() -> dict[str, Any]:
-    """Describe the GPU, its driver and the versions of what drives it."""
-    import torch
-    import triton
-
-    facts: dict[str, Any] = {"torch": torch.__version__, "triton": triton.__version__, "gpu": "none: interpreted"}
-    if torch.cuda.is_available():
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-        facts |= {"gpu": torch.cuda.get_device_name(), "driver": driver, "cuda": torch.version.cuda}
-    return facts
 
 
 def main() -> None:

@@ -141,6 +141,42 @@ def oracle(as_json: AsJson = False) -> None:
     _print_facts(report)
 
 
+@app.command()
+def record(
+    directory: Annotated[Path | None, typer.Option(help="Where to write the scratch recordings.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 16384,
+    steps: Annotated[int, typer.Option(help="Decode steps.")] = 64,
+    long_context: Annotated[int, typer.Option(help="A longer prompt, for the peak memory; 0 for none.")] = 131072,
+    device: Device = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Record a random model of Llama-3.1-8B's shape beside the same steps unrecorded: time and memory on a GPU.
+
+    Its weights take 16 GB of the GPU's memory, the longer prompt several times as much.
+
+    Example: kvsim bench record --device cuda --json
+    """
+    need_torch("kvsim bench record", "live")
+    from kvsim.bench_record import bench_record, table
+
+    scratch = tempfile.TemporaryDirectory(dir=directory, prefix="kvsim-bench-")
+    with scratch as name, progress_bar("recording", quiet=quiet or as_json) as advance:
+        report = bench_record(
+            name,
+            device=device or "cuda",
+            context=context,
+            steps=steps,
+            long_context=long_context,
+            progress=advance,
+        )
+    if as_json:
+        print_json(report)
+        return
+    for line in table(report):
+        say(line)
+
+
 @app.command("closed-loop")
 def closed_loop(
     model: ModelPath,

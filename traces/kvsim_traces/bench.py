@@ -79,7 +79,7 @@ def bench_trace(
             stored = [(rows * np.float32(SCALE)).astype(np.float16) for rows in exact]
             for repeat in range(repeats):
                 path = root / f"trace{repeat}"
-                rate("write_fsync_mb_s", size, lambda path=path: _plain(path, size))  # type: ignore[misc]
+                rate("write_fsync_mb_s", size, lambda path=path: write_plain(path, size))  # type: ignore[misc]
                 shutil.rmtree(path)
                 rate("append_float32_mb_s", size, lambda path=path: _append(path, shape, exact, False))  # type: ignore[misc]
                 shutil.rmtree(path)
@@ -140,11 +140,12 @@ def _read_rows(path: Path) -> None:
         trace.attention_rows(step)
 
 
-def _plain(path: Path, size: int) -> None:
+def write_plain(path: Path, size: int, piece: int = _PIECE_BYTES) -> None:
+    """Write files of `piece` bytes into a new directory, each flushed to the disk, `size` bytes in all."""
     path.mkdir()
-    data = np.ones(_PIECE_BYTES, np.uint8)
-    for number in range(-(-size // _PIECE_BYTES)):
+    data = np.ones(piece, np.uint8)
+    for number in range(-(-size // piece)):
         with open(path / str(number), "wb") as file:
-            file.write(data[: size - number * _PIECE_BYTES].data)
+            file.write(data[: size - number * piece].data)
             file.flush()
             os.fsync(file.fileno())

@@ -261,6 +261,7 @@ class Recording:
                 "temperature": request.temperature,
                 "suppress_eos": request.suppress_eos,
                 "eos_token_ids": self.eos,
+                "chat_template": False,
             },
             check=found,
             notes=notes,
