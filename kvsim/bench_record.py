@@ -22,24 +22,10 @@ from kvsim_traces.recorder import Recording
 from kvsim_traces.request import checked
 
 from kvsim.bench import gpu_facts, machine
+from kvsim.bench_live_models import SHAPES, build
 from kvsim.errors import KvsimError
 
-__all__ = ["LLAMA", "bench_record", "table"]
-
-LLAMA: dict[str, Any] = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 2**18,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-"""Llama-3.1-8B's shape."""
+__all__ = ["GOALS", "bench_record", "table"]
 
 GOALS = {"qk": 1.1, "scores": 1.1, "heads": 1.5}
 """A recorded step over an unrecorded one; for `heads`, or what the disk takes for its bytes where that is longer."""
@@ -116,7 +102,7 @@ def bench_record(
         An existing directory on the disk that recordings shall go to; they are removed.
     device : str
     shape : dict, optional
-        Of a LlamaConfig; `LLAMA` by default.
+        As in `kvsim.bench_live_models.SHAPES`; Llama-3.1-8B's by default.
     dtype : str
         The model's number type.
     context, steps : int
@@ -151,7 +137,7 @@ def bench_record(
     try:
         return _measured(
             Path(directory),
-            _model(shape or LLAMA, torch.device(device), getattr(torch, dtype)),
+            build(shape or SHAPES["llama-3.1-8b"], device, getattr(torch, dtype)),
             (context, steps),
             captures,
             (long_context, long_steps),
@@ -214,20 +200,6 @@ def _measured(
         "transformers": str(transformers.__version__),
         **machine(),
     }
-
-
-def _model(shape: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
-    config = transformers.LlamaConfig(**shape)
-    config._attn_implementation = "sdpa"
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            torch.manual_seed(0)
-            model = transformers.LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
-    return model.eval()
 
 
 def _prompt(model: Any, context: int) -> list[int]:

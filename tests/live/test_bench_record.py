@@ -13,6 +13,7 @@ from kvsim.cli import app
 from kvsim.errors import KvsimError
 
 SHAPE = {
+    "kind": "llama",
     "vocab_size": 90,
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -20,8 +21,6 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "bos_token_id": None,
-    "eos_token_id": None,
 }
 
 
