@@ -36,6 +36,7 @@ def test_shapes(kv_heads, group, dim, length, dtype):
     "options",
     [
         {"sliding_window": 1},
+        {"sliding_window": 2},
         {"sliding_window": 70},
         {"sliding_window": 1000},
         {"chunk_size": 50},
