@@ -85,16 +85,10 @@ def choose(logits: torch.Tensor, temperature: float, generator: torch.Generator,
     banned : list of int
         Tokens never chosen.
     """
-    logits = allowed(logits, banned)
+    if banned:
+        logits = logits.clone()
+        logits[banned] = -torch.inf
     if temperature == 0:
         return int(logits.argmax())
     probabilities = torch.softmax(logits.double().cpu() / temperature, dim=-1)
     return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def allowed(logits: torch.Tensor, banned: list[int] | torch.Tensor) -> torch.Tensor:
-    """Set the logits of tokens that may not be chosen to minus infinity, in a copy where there are any."""
-    if len(banned):
-        logits = logits.clone()
-        logits[banned] = -torch.inf
-    return logits

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvsim_traces.decoding import Decoder, allowed, choose
+from kvsim_traces.decoding import Decoder, choose
 from kvsim_traces.device_capture import DeviceCapture
 from kvsim_traces.errors import TraceError
 from kvsim_traces.packing import StepLayout
@@ -105,6 +105,8 @@ class Overlapped:
         def consume(buffer: torch.Tensor, t: int) -> bool:
             return self._append(writer, text, buffer, t)
 
+        # What the prompt left to flush does not hold up the steps.
+        writer.commit()
         pipeline = self._pipeline
         with pipeline.feeding(consume):
             assert self._place is not None
@@ -139,7 +141,8 @@ class Overlapped:
         if self._forced is not None:
             return self._forced[t - 1 : t]
         if self._request.temperature == 0:
-            return allowed(self._logits, self._banned).argmax().view(1)
+            # Set by a kernel: an index from the host would have to be copied first.
+            return self._logits.index_fill(0, self._banned, -torch.inf).argmax().view(1)
         chosen = choose(self._logits, self._request.temperature, self._generator, self._banned.tolist())
         return torch.tensor([chosen], device=self._logits.device)
 
