@@ -38,17 +38,18 @@ def choose_policy(trace: Trace | None) -> Policy | None:
         The recording that it shall run on, for arguments that fit it.
     """
     st.session_state["build window"] = _longest_window(trace)
-    # Empty after the browser's Back to an address without it, too.
-    if not st.session_state.get(TEXT):
+    if TEXT not in st.session_state:
         st.session_state[TEXT] = st.query_params.get(TEXT) or DEFAULT
     text = st.text_input(
         "Policy",
         key=TEXT,
         bind="query-params",
         on_change=_spread,
+        placeholder=DEFAULT,
         help="A policy string such as ema:0.9/refresh=4; `kvsim policies` explains them.",
     )
-    found, message = _read(text)
+    # Empty too after the browser's Back to an address without it.
+    found, message = _read(text.strip() or DEFAULT)
     if message:
         st.error(literal(message))
     with st.expander("Build a policy", expanded=False):
