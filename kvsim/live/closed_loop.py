@@ -33,7 +33,7 @@ from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget, replay_many
 from kvsim.result import Result
 
-__all__ = ["ClosedLoop", "Pass", "closed_loop"]
+__all__ = ["NARROWEST", "ClosedLoop", "Pass", "closed_loop", "open_loop_guess"]
 
 BATCH = 8
 """Policies in one pass, by default; memory holds their rows of all steps."""
@@ -186,7 +186,7 @@ class _Run:
         # The policy after the steps that are final; what goes before the first step is known.
         self.sequence = Sequence(policy, prefix, self.steps)
         first = self.sequence.evicted_at
-        open_loop = _open_loop(prefix, policy, forced)
+        open_loop = open_loop_guess(prefix, policy, forced)
         guess = first if open_loop is None else np.where(first == 0, 0, np.where(open_loop == 0, -1, open_loop))
         self._gone = _gone(guess)
         self.lane = Lane(prefix, forced, np.array(per_head(self.sequence.plan, self._gone)))
@@ -255,7 +255,7 @@ class _Run:
         )
 
 
-def _open_loop(prefix: Prefix, policy: Policy, forced: list[int]) -> IntArray | None:
+def open_loop_guess(prefix: Prefix, policy: Policy, forced: list[int]) -> IntArray | None:
     """Replay a policy on the recording of these tokens, if there is one that holds what the policy reads."""
     source = prefix.recording_of([*prefix.tokens, *forced])
     if source is None or source.capture == "scores":

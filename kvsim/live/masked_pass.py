@@ -13,7 +13,7 @@ from kvsim.errors import KvsimError
 from kvsim.live.attention import Call, attended, full_rows, masked_logits, watched
 from kvsim.live.prefix import Floats, Prefix, PrefixLayer, cache_argument, to_numpy
 
-__all__ = ["NEVER", "IntArray", "Lane", "masked_pass"]
+__all__ = ["NEVER", "IntArray", "Lane", "causal", "masked_pass"]
 
 IntArray = npt.NDArray[np.int32]
 
@@ -124,7 +124,7 @@ class _PassWatcher:
             raise KvsimError(f"model: layer {layer.index} attends to keys of another layer; every layer needs its own")
         kind = layer.info.type, layer.info.sliding_window
         if kind not in self._seen:
-            self._seen[kind] = _causal(layer, self._prefix.length + self._steps, call.key.shape[2])
+            self._seen[kind] = causal(layer, self._prefix.length + self._steps, call.key.shape[2])
         seen = self._seen[kind]
         logits = masked_logits(call, seen)
         queries = to_numpy(call.query)
@@ -150,7 +150,7 @@ class _PassWatcher:
         return torch.from_numpy(gone).to(self._steps.device).unsqueeze(2) > self._steps[:, None, :, None]
 
 
-def _causal(layer: PrefixLayer, own: torch.Tensor, positions: int) -> torch.Tensor:
+def causal(layer: PrefixLayer, own: torch.Tensor, positions: int) -> torch.Tensor:
     """Mark what queries at `own` [lanes, q] could see in a full cache, [lanes, 1, q, positions]."""
     columns, own = torch.arange(positions, device=own.device), own.unsqueeze(-1)
     seen = columns <= own

@@ -1,0 +1,223 @@
+"""Closed-loop replay of many policies at once, where the model is: `kvsim.live.closed_loop` for linear rules.
+
+The passes and their certificate are the same. Rows are kept for one pass only, the policies are replayed on them in
+batched PyTorch operations, and the host sees a few numbers after each pass.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvsim.errors import KvsimError
+from kvsim.live.closed_loop import NARROWEST, Pass, open_loop_guess
+from kvsim.live.decode import check_forced
+from kvsim.live.device.masked import Lanes, Window, masked_pass
+from kvsim.live.device.stepper import Rules
+from kvsim.live.masked_pass import NEVER, IntArray
+from kvsim.live.prefix import Prefix
+from kvsim.live.sequence import Sequence, live_policy
+from kvsim.plan import Groups
+from kvsim.policy import Policy, parse
+from kvsim.replay import choose_budget
+
+__all__ = ["DeviceLoop", "closed_loop_on_device"]
+
+
+@dataclass(frozen=True)
+class DeviceLoop:
+    """A policy in closed loop.
+
+    Attributes
+    ----------
+    policy : str
+        Canonical policy string with its budget.
+    passes : list of Pass
+        In order; the last one proves that every step is final.
+    evicted_at : array of int32
+        [G, L0 + T]; see `kvsim.Result.evicted_at`.
+    evictions, near_ties : int
+        As in `kvsim.live.closed_loop.ClosedLoop`.
+    kept_mass : float
+        Mean over the steps of the attention on what was visible.
+    """
+
+    policy: str
+    passes: list[Pass]
+    evicted_at: IntArray
+    evictions: int
+    near_ties: int
+    kept_mass: float
+
+
+def closed_loop_on_device(
+    model: Any,
+    prefix: Prefix,
+    tokens: Items[int],
+    policies: Items[Policy | str],
+    *,
+    compression_ratio: float | str | Decimal | None = None,
+    budget: int | str | None = None,
+    batch: int = 32,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[DeviceLoop]:
+    """Replay policies in closed loop on one run of tokens, with rows and states on the model's device.
+
+    Parameters
+    ----------
+    model, prefix, tokens, policies, compression_ratio, budget, progress
+        As for `kvsim.live.closed_loop.closed_loop`. Policies are linear rules over attention (`Rules`).
+    batch : int
+        The most policies that run together; those of one kind of groups do. The first pass takes 4 bytes for each
+        policy, eligible layer, query head, step and position.
+
+    Returns
+    -------
+    list of DeviceLoop
+        In the order of `policies`.
+
+    Raises
+    ------
+    KvsimError
+        On a policy that this form does not run, a token outside the vocabulary, or a batch below 1.
+    """
+    forced = check_forced(tokens, model)
+    if batch < 1:
+        raise KvsimError(f"batch must be at least 1, got {batch}")
+    chosen = choose_budget(compression_ratio, budget)
+    parsed = [live_policy((parse(one) if isinstance(one, str) else one).with_budget(chosen)) for one in policies]
+    sequences = [Sequence(policy, prefix, len(forced)) for policy in parsed]
+    kinds: dict[str, list[int]] = {}
+    for place, sequence in enumerate(sequences):
+        kinds.setdefault(sequence.plan.groups.kind, []).append(place)
+    found: dict[int, DeviceLoop] = {}
+    for places in kinds.values():
+        for start in range(0, len(places), batch):
+            own = places[start : start + batch]
+            with torch.inference_mode():
+                loops = _Batch(model, prefix, forced, [sequences[place] for place in own]).run()
+            found.update(zip(own, loops, strict=True))
+            if progress is not None:
+                progress(len(found), len(parsed))
+    return [found[place] for place in range(len(parsed))]
+
+
+class _Batch:
+    """Policies of one kind of groups on their way to the fixed point."""
+
+    def __init__(self, model: Any, prefix: Prefix, forced: list[int], sequences: list[Sequence]) -> None:
+        self.model, self.sequences, self.steps = model, sequences, len(forced)
+        self.plans = [sequence.plan for sequence in sequences]
+        self.groups: Groups = self.plans[0].groups
+        self.lanes = Lanes(prefix, forced, len(sequences))
+        device, count = self.lanes.device, len(sequences)
+        self.rules = Rules(self.plans, prefix.length, self.lanes.positions, device)
+        self.state = self.rules.start()
+        first = np.stack([sequence.evicted_at for sequence in sequences])
+        guesses = [open_loop_guess(prefix, sequence.policy, forced) for sequence in sequences]
+        guess = [
+            at if own is None else np.where(at == 0, 0, np.where(own == 0, -1, own))
+            for at, own in zip(first, guesses, strict=True)
+        ]
+        self.state.evicted_at.copy_(torch.from_numpy(first))
+        self.state.retained.copy_(torch.from_numpy(np.stack([sequence.retained for sequence in sequences])))
+        gone = torch.from_numpy(np.stack(guess)).int().to(device)
+        self.gone = torch.where(gone < 0, NEVER, gone)
+        self.final = torch.zeros(count, dtype=torch.int64, device=device)
+        self.near = torch.zeros(count, dtype=torch.int64, device=device)
+        self.kept_mass = torch.zeros(count, self.steps, dtype=torch.float64, device=device)
+        self.passes: list[list[Pass]] = [[] for _ in sequences]
+
+    def run(self) -> list[DeviceLoop]:
+        """Run passes until every step of every policy is final."""
+        finals, widths = [0] * len(self.plans), [self.steps] * len(self.plans)
+        apart = all(plan.layers_are_apart for plan in self.plans)
+        active = list(range(len(self.plans)))
+        while active:
+            own = torch.tensor(active, device=self.lanes.device)
+            width = max(widths[row] for row in active)
+            gone = self._per_head(self.gone[own])
+            window = Window(self.lanes, own, self.final[own], width, gone.clone())
+            rows = masked_pass(self.model, window, self._decide if apart and not self.passes[0] else None)
+            if apart and not self.passes[0]:
+                self.gone = window.gone.reshape(self.gone.shape)
+            self._replay(window, rows, active, finals, widths)
+            active = [row for row in active if finals[row] < self.steps]
+        return self._finished()
+
+    def _per_head(self, of_groups: torch.Tensor) -> torch.Tensor:
+        """Spread [A, G, n] over eligible layers and KV heads, [A, K or 1, Hk or 1, n]."""
+        heads = self.groups.num_kv_heads if self.groups.kind == "head" else 1
+        return of_groups.view(of_groups.shape[0], -1, heads, of_groups.shape[-1])
+
+    def _decide(self, place: int, rows: torch.Tensor) -> torch.Tensor:
+        """Replay an eligible layer of all policies on its rows of all steps, [A, Hk or 1, n]."""
+        plans = [plan.of_layer(place) for plan in self.plans]
+        rules = Rules(plans, self.lanes.prefix.length, self.lanes.positions, rows.device)
+        heads = plans[0].groups.count
+        groups = slice(place * heads, (place + 1) * heads)
+        whole = self.state
+        state = rules.start()
+        state.retained.copy_(whole.retained[:, groups])
+        state.evicted_at.copy_(whole.evicted_at[:, groups])
+        every = torch.arange(len(plans), device=rows.device)
+        for t in range(1, self.steps + 1):
+            state = rules.step(every, state, every * 0 + t, rows[:, t - 1].unsqueeze(1)).state
+        return torch.where(state.evicted_at < 0, NEVER, state.evicted_at)
+
+    def _replay(
+        self, window: Window, rows: torch.Tensor, active: list[int], finals: list[int], widths: list[int]
+    ) -> None:
+        """Replay the policies on what a pass saw, from the first step that was not final."""
+        own, first, stop = window.own, window.final, window.start + window.width
+        ahead = kept = self.state.of(own)
+        ran = self.gone[own]
+        is_final = torch.ones_like(own, dtype=torch.bool)
+        every = torch.arange(len(active), device=own.device)
+        shares, final = [], first.clone()
+        for i in range(max(min(self.steps, finals[row] + window.width) - finals[row] for row in active)):
+            t = first + 1 + i
+            runs, t = t <= stop, t.clamp(max=self.steps)
+            sees, had = self.rules.visible(ahead, t), ran >= t.view(-1, 1, 1)
+            had &= self.rules.where < self.rules.prompt + t.view(-1, 1, 1)
+            share = (sees & had).sum(2) / (sees | had).sum(2)
+            # Up to a change the pass ran under the policy's own sets, and what it saw is final.
+            is_final = is_final & runs & (share == 1).all(1)
+            done = self.rules.step(own, ahead, t, rows[every, (t - 1 - window.start)])
+            ahead = done.state.where(runs, ahead)
+            kept = done.state.where(is_final, kept)
+            final += is_final
+            self.near[own] += done.near * is_final
+            self.kept_mass[own, t - 1] = torch.where(runs, done.kept_mass, self.kept_mass[own, t - 1])
+            shares.append(torch.where(runs, torch.stack([(share < 1).any(1).double(), share.double().mean(1)]), 0))
+        self.state.put(own, kept)
+        later = torch.where(ran > stop.view(-1, 1, 1), ran, NEVER)
+        self.gone[own] = torch.where(ahead.evicted_at < 0, later, ahead.evicted_at)
+        self.final[own] = final
+        changed, jaccard = torch.stack(shares).sum(0)
+        numbers = torch.stack([final.double(), (stop - first).double(), changed, jaccard]).tolist()
+        for row, now, ran_steps, differ, total in zip(active, *numbers, strict=True):
+            before, finals[row] = finals[row], int(now)
+            widths[row] = min(self.steps - finals[row], max(NARROWEST, 4 * (finals[row] - before)))
+            self.passes[row].append(Pass(int(ran_steps), int(differ), finals[row], total / ran_steps))
+
+    def _finished(self) -> list[DeviceLoop]:
+        evicted_at = self.state.evicted_at.cpu().numpy()
+        near, mass = self.near.tolist(), self.kept_mass.mean(1).tolist()
+        return [
+            DeviceLoop(
+                policy=str(sequence.policy),
+                passes=passes,
+                evicted_at=at,
+                evictions=int((at >= 0).sum()),
+                near_ties=ties,
+                kept_mass=kept,
+            )
+            for sequence, passes, at, ties, kept in zip(
+                self.sequences, self.passes, evicted_at, near, mass, strict=True
+            )
+        ]
