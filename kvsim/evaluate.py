@@ -1,5 +1,6 @@
 """Tasks under policies in a real model: what each one answered, and what it still held of the needle."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from typing import Any
@@ -8,14 +9,24 @@ import numpy as np
 import numpy.typing as npt
 from kvsim_traces.recorder import eos_tokens
 
+from kvsim.errors import unknown_name
 from kvsim.live import LiveRun, decode, prefill
+from kvsim.live.decode import ENGINES
+from kvsim.live.fast.decode import check_machine
+from kvsim.live.prefix import Prefix
 from kvsim.policy import Policy, parse
 from kvsim.questions import Question, ask, counter
 from kvsim.replay import choose_budget
 from kvsim.tasks import Task, score
 from kvsim.version import __version__
 
-__all__ = ["answer_row", "evaluate", "survival"]
+__all__ = ["ROWS", "answer_row", "evaluate", "survival"]
+
+ROWS = 16
+"""Rows that the engine ``triton`` decodes together; its fused step takes no more."""
+
+GRAPH_STEPS = 64
+"""Steps from which on capturing a CUDA graph for a batch takes less time than it saves."""
 
 
 def evaluate(
@@ -31,6 +42,7 @@ def evaluate(
     model_hash: str = "",
     answer_tokens: int | None = None,
     wanted: Callable[[dict[str, Any]], bool] | None = None,
+    engine: str = "plain",
 ) -> Iterator[list[dict[str, Any]]]:
     """Answer samples of a task under every policy, greedily; one list of rows a sample.
 
@@ -56,44 +68,92 @@ def evaluate(
         Tokens to generate, the task's own number by default.
     wanted : callable, optional
         Says of a row that has its key only whether to compute it.
+    engine : {"plain", "triton"}
+        See `kvsim.live.decode`. ``triton`` takes `ROWS` samples at a time and decodes those rows together whose
+        policies differ in the budget only. Evicted keys are gone then, so ``kept_mass`` is None.
 
     Yields
     ------
     list of dict
         For each policy: the key (`kvsim.evaluations.EVAL_KEY`), ``chat``, ``score`` (0 to 100), ``answer``,
-        ``prompt_length``, ``steps``, ``kept_mass``, ``survival`` (see there) and ``near_ties``.
+        ``prompt_length``, ``steps``, ``kept_mass``, ``survival`` (see there), ``near_ties`` and ``engine``.
+
+    Raises
+    ------
+    KvsimError
+        If there is no such engine, or it cannot run here or runs no such policy.
     """
+    if engine not in ENGINES:
+        raise unknown_name("engine", engine, ENGINES)
     parsed = [(parse(one) if isinstance(one, str) else one).with_budget(choose_budget()) for one in policies]
     count, stops = counter(tokenizer, chat=chat), eos_tokens(model, tokenizer)
-    for index in indices:
-        sample = task.sample(index, length, count, seed=seed)
-        question = ask(tokenizer, sample, chat=chat)
-        steps = sample.answer_tokens if answer_tokens is None else answer_tokens
-        keys = [
-            {
-                "model_hash": model_hash,
-                "task": task.name,
-                "length": length,
-                "seed": seed,
-                "index": index,
-                "question_hash": question.hash,
-                "policy": str(policy),
-                "depth": sample.depth,
-                "answer_tokens": steps,
-                "version": __version__,
-            }
-            for policy in parsed
-        ]
-        chosen = [place for place, key in enumerate(keys) if wanted is None or wanted(key)]
-        if not chosen:
-            yield []
-            continue
-        prefix = prefill(model, question.tokens)
-        runs = decode(model, [prefix] * len(chosen), [parsed[place] for place in chosen], steps=steps, stop=stops)
-        yield [
-            keys[place] | {"chat": chat} | answer_row(tokenizer, question, run)
-            for place, run in zip(chosen, runs, strict=True)
-        ]
+    together = 1 if engine == "plain" else ROWS
+    for start in range(0, len(indices), together):
+        questions: list[Question] = []
+        jobs: list[_Job] = []
+        for place, index in enumerate(indices[start : start + together]):
+            sample = task.sample(index, length, count, seed=seed)
+            questions.append(ask(tokenizer, sample, chat=chat))
+            for policy in parsed:
+                key = {
+                    "model_hash": model_hash,
+                    "task": task.name,
+                    "length": length,
+                    "seed": seed,
+                    "index": index,
+                    "question_hash": questions[-1].hash,
+                    "policy": str(policy),
+                    "depth": sample.depth,
+                    "answer_tokens": sample.answer_tokens if answer_tokens is None else answer_tokens,
+                    "version": __version__,
+                }
+                if wanted is None or wanted(key):
+                    jobs.append(_Job(place, policy, key))
+        if jobs and engine == "triton":
+            check_machine(next(model.parameters()).device)
+        prefixes = {
+            place: prefill(model, questions[place].tokens) for place in dict.fromkeys(job.place for job in jobs)
+        }
+        rows: list[list[dict[str, Any]]] = [[] for _ in questions]
+        for job, run in zip(jobs, _decoded(model, prefixes, jobs, stops, engine), strict=True):
+            rows[job.place].append(job.key | {"chat": chat} | answer_row(tokenizer, questions[job.place], run))
+        yield from rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One of the questions at hand, under a policy."""
+
+    place: int
+    policy: Policy
+    key: dict[str, Any]
+
+
+def _decoded(
+    model: Any, prefixes: dict[int, Prefix], jobs: Items[_Job], stops: Items[int], engine: str
+) -> list[LiveRun]:
+    """Answer jobs, in their order."""
+    if not jobs:
+        return []
+    if engine == "plain":
+        own = [prefixes[job.place] for job in jobs]
+        return decode(model, own, [job.policy for job in jobs], steps=jobs[0].key["answer_tokens"], stop=stops)
+    from kvsim.live.fast import decode_fast
+
+    alike: dict[tuple[str, int], list[int]] = {}
+    for number, job in enumerate(jobs):
+        bare = str(dataclasses.replace(job.policy, budget=None))
+        alike.setdefault((bare, job.key["answer_tokens"]), []).append(number)
+    runs: dict[int, LiveRun] = {}
+    for (_, steps), numbers in alike.items():
+        for start in range(0, len(numbers), ROWS):
+            batch = [jobs[number] for number in numbers[start : start + ROWS]]
+            found = decode_fast(
+                model, [prefixes[job.place] for job in batch], [job.policy for job in batch],
+                steps=steps, stop=stops, graphs=None if steps >= GRAPH_STEPS else False,
+            )  # fmt: skip
+            runs.update(zip(numbers[start : start + ROWS], found, strict=True))
+    return [runs[number] for number in range(len(jobs))]
 
 
 def answer_row(tokenizer: Any, question: Question, run: LiveRun) -> dict[str, Any]:
@@ -104,9 +164,10 @@ def answer_row(tokenizer: Any, question: Question, run: LiveRun) -> dict[str, An
         "answer": text,
         "prompt_length": len(question.tokens),
         "steps": len(run.tokens),
-        "kept_mass": run.result().summary()["kept_mass"],
+        "kept_mass": run.result().summary()["kept_mass"] if run.engine == "plain" else None,
         "survival": survival(run.evicted_at, question),
         "near_ties": run.near_ties,
+        "engine": run.engine,
     }
 
 

@@ -10,7 +10,16 @@ from kvsim.errors import KvsimError
 from kvsim.paired import against_baseline
 from kvsim.policy import Policy, parse
 
-__all__ = ["EVAL_KEY", "cells", "comparisons", "full_refresh", "key_of", "read_evaluations", "write_evaluations"]
+__all__ = [
+    "EVAL_KEY",
+    "cells",
+    "comparisons",
+    "engine_of",
+    "full_refresh",
+    "key_of",
+    "read_evaluations",
+    "write_evaluations",
+]
 
 EVAL_KEY = (
     "model_hash",
@@ -28,8 +37,8 @@ EVAL_KEY = (
 
 _TEXTS = ("model_hash", "task", "question_hash", "policy", "version", "answer")
 _NUMBERS = ("length", "seed", "index", "answer_tokens", "prompt_length", "steps", "near_ties")
-_SHARES = ("score", "kept_mass")
-_MAYBE = ("survival", "depth")
+_SHARES = ("score",)
+_MAYBE = ("kept_mass", "survival", "depth")
 
 Row = Mapping[str, Any]
 Table = dict[str, dict[str, list[Row]]]
@@ -39,6 +48,11 @@ Table = dict[str, dict[str, list[Row]]]
 def key_of(row: Row) -> tuple[Any, ...]:
     """Give what a row is a function of."""
     return tuple(row[name] for name in EVAL_KEY)
+
+
+def engine_of(row: Row) -> str:
+    """Give what decoded a row; files from before there was a choice do not say."""
+    return row.get("engine") or "plain"
 
 
 def read_evaluations(path: Path) -> list[dict[str, Any]]:
@@ -122,7 +136,8 @@ def comparisons(rows: Items[Row], *, seed: int = 0) -> list[dict[str, Any]]:
     Raises
     ------
     KvsimError
-        If the rows are of several models, versions or forms of prompt, one is there twice, or a policy lacks a sample.
+        If the rows are of several models, versions, engines or forms of prompt, one is there twice, or a policy lacks a
+        sample.
     """
     _check_one(rows, "model_hash", "version", "chat")
     found: list[dict[str, Any]] = []
@@ -173,7 +188,7 @@ def cells(rows: Items[Row]) -> list[dict[str, Any]]:
     Raises
     ------
     KvsimError
-        If the rows are of several models, versions, forms of prompt or lengths of answer.
+        If the rows are of several models, versions, engines, forms of prompt or lengths of answer.
     """
     _check_one(rows, "model_hash", "version", "chat", "answer_tokens")
     places: dict[tuple[str, int, float], list[float]] = {}
@@ -196,6 +211,9 @@ def _check_one(rows: Items[Row], *names: str) -> None:
         kinds = dict.fromkeys(str(row[name]) for row in rows)
         if len(kinds) > 1:
             raise KvsimError(f"answers of one {name} can be compared, got {', '.join(kinds)}")
+    engines = dict.fromkeys(engine_of(row) for row in rows)
+    if len(engines) > 1:
+        raise KvsimError(f"answers of one engine can be compared, got {', '.join(engines)}")
 
 
 def _by_policy(rows: Items[Row]) -> Table:

@@ -14,8 +14,8 @@ from kvsim.cli.folding import PolicyText
 from kvsim.cli.models import Chat, Device, Dtype, ModelPath, load, need_torch
 from kvsim.cli.options import AsJson, PolicyTexts, Quiet, Ratios, at_ratios, budget_notes
 from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say, stderr
-from kvsim.errors import KvsimError
-from kvsim.evaluations import cells, comparisons, full_refresh, key_of, read_evaluations, write_evaluations
+from kvsim.errors import KvsimError, unknown_name
+from kvsim.evaluations import cells, comparisons, engine_of, full_refresh, key_of, read_evaluations, write_evaluations
 from kvsim.policy import Policy, parse
 from kvsim.results_file import locked
 from kvsim.tasks import Task, find_task, needle_at
@@ -51,6 +51,9 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Parquet file; what it holds already is not run again.")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="ENGINE", help="plain, or triton: kernels on a CUDA GPU; kept mass is not measured.")
+    ] = "plain",
     dtype: Dtype = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -65,8 +68,12 @@ def evaluate(
     Example: kvsim eval --model SmolLM2-135M-Instruct --chat --task niah_single_1 --policy ema:0.95 --samples 50
     """
     need_torch("kvsim eval", "live")
+    from kvsim.live.decode import ENGINES
+
     if samples < 1:
         raise KvsimError(f"--samples must be at least 1, got {samples}")
+    if engine not in ENGINES:
+        raise unknown_name("engine", engine, ENGINES)
     tasks = _tasks(task, file, depths)
     lengths = list(dict.fromkeys(length or [1024]))
     policies = _policies(at_ratios(policy, compression_ratio))
@@ -80,13 +87,13 @@ def evaluate(
 
         identity = weights_hash(network)
         asked: list[tuple[Any, ...]] = []
-        before = set(known)
+        before = {key for key, row in known.items() if engine_of(row) == engine}
 
         def missing(key: dict[str, Any]) -> bool:
             asked.append(key_of(key))
-            return asked[-1] not in known
+            return asked[-1] not in before
 
-        save = _saver(known, out)
+        save, answered = _saver(known, out), 0
         try:
             for one, tokens in itertools.product(tasks, lengths):
                 answers = answers_of(
@@ -101,14 +108,16 @@ def evaluate(
                     model_hash=identity,
                     answer_tokens=answer_tokens,
                     wanted=missing,
+                    engine=engine,
                 )
                 with progress_bar(f"{one.name} at {tokens}", quiet=quiet or as_json) as advance:
                     for done, found in enumerate(answers, start=1):
                         known.update((key_of(row), row) for row in found)
+                        answered += len(found)
                         advance(done, samples)
-                        save(SAVE_SECONDS)
+                        save(SAVE_SECONDS, answered)
         finally:
-            save(0)
+            save(0, answered)
     rows = [known[key] for key in asked]
     reused = sum(key in before for key in asked)
     if reused and not quiet:
@@ -118,14 +127,16 @@ def evaluate(
         print_json({"results" if depths is None else "grid": table, "answers": rows})
         return
     names = _names(policies)
+    way = "live" if engine == "plain" else f"live, engine {engine}"
     if depths is None:
         _print(table, names)
         say(
-            "live, greedy; differences on the same samples; p: McNemar's exact test, or permutations for partial scores"
+            f"{way}, greedy; differences on the same samples; "
+            "p: McNemar's exact test, or permutations for partial scores"
         )
     else:
         _print_grid(table, names)
-        say("live, greedy; mean F of ROUGE-L, 0 to 1, by depth of the needle and length in tokens")
+        say(f"{way}, greedy; mean F of ROUGE-L, 0 to 1, by depth of the needle and length in tokens")
     say(budget_notes(compression_ratio))
 
 
@@ -149,15 +160,15 @@ def _policies(given: list[Policy]) -> list[Policy]:
     return list(dict.fromkeys(beside))
 
 
-def _saver(known: dict[tuple[Any, ...], dict[str, Any]], out: Path | None) -> Callable[[float], None]:
-    """Give a function that writes the rows if there are new ones, and the last time is so many seconds ago."""
-    last, written = time.monotonic(), len(known)
+def _saver(known: dict[tuple[Any, ...], dict[str, Any]], out: Path | None) -> Callable[[float, int], None]:
+    """Give a function that writes the rows if more were answered, and the last time is so many seconds ago."""
+    last, written = time.monotonic(), 0
 
-    def save(every: float) -> None:
+    def save(every: float, answered: int) -> None:
         nonlocal last, written
-        if out is not None and len(known) > written and time.monotonic() - last >= every:
+        if out is not None and answered > written and time.monotonic() - last >= every:
             write_evaluations(list(known.values()), out)
-            last, written = time.monotonic(), len(known)
+            last, written = time.monotonic(), answered
 
     return save
 

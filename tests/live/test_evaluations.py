@@ -84,7 +84,7 @@ def test_every_column_is_needed_in_its_type(tmp_path, name):
     frame.with_columns(pl.lit(None, kind).alias(name)).write_parquet(out)
     with pytest.raises(KvsimError, match=f"no column '{name}'"):
         read_evaluations(out)
-    if name not in ("survival", "depth"):
+    if name not in ("kept_mass", "survival", "depth"):
         frame.with_columns(pl.lit(None, frame.schema[name]).alias(name)).write_parquet(out)
         with pytest.raises(KvsimError, match=f"no column '{name}'"):
             read_evaluations(out)
