@@ -68,7 +68,7 @@ def map_move(screen: Tab) -> float:
     """Seconds from a key on the map's slider of positions to the charts of that part."""
     chart = screen.page.locator('[role="graphics-document"]').nth(1)
     chart.evaluate("one => one.setAttribute('data-old', '1')")
-    thumb = screen.page.locator(".st-key-positions [role=slider]").first
+    thumb = screen.page.locator(".st-key-positions input[type=range]").first
     start = time.perf_counter()
     thumb.press("ArrowRight")
     screen.page.wait_for_function(

@@ -72,7 +72,8 @@ def test_half_precision_and_generated_tokens(dtype, tmp_path, unsynchronised):
     again = record(model, PROMPT * 20, out=tmp_path / "scores", steps=40, suppress_eos=True, capture="scores")
     assert again.tokens.tolist() == found.tokens.tolist()
     for t in range(1, 41):
-        np.testing.assert_allclose(again.score_rows(t), found.score_rows(t), rtol=0, atol=1e-5)
+        # The one is rounded to float16 after the mean over heads, the others before it.
+        np.testing.assert_allclose(again.score_rows(t), found.score_rows(t), rtol=1e-3, atol=1e-5)
     np.testing.assert_allclose(found.prompt_mass().sum(-1), 20 * L0, rtol=1e-4)
 
 
@@ -97,7 +98,7 @@ def test_a_gpu_without_memory(tmp_path):
     try:
         with pytest.raises(TraceError, match=r"^model: CUDA out of memory; record a shorter prompt"):
             record(model, PROMPT * 400, out=tmp_path / "t", steps=2)
-        assert torch.cuda.memory_allocated() == before
+        assert torch.cuda.memory_allocated() <= before
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert not (tmp_path / "t").exists()

@@ -124,8 +124,8 @@ def _run(
             if all(end is not None for end in _ends(session, stop)):
                 break
     _check_numbers(session)
-    ends = _ends(session, stop if generates else ())
-    return [_finished(session, row, end or session.done, kept, (before, after)) for row, end in enumerate(ends)]
+    ends = [session.done if end is None else end for end in _ends(session, stop if generates else ())]
+    return [_finished(session, row, end, kept, (before, after)) for row, end in enumerate(ends)]
 
 
 def _chosen(logits: list[torch.Tensor | None], temperature: float, generators: list[torch.Generator]) -> torch.Tensor:
@@ -148,7 +148,7 @@ def _ends(session: "Session", stop: Items[int]) -> list[int | None]:
     """Give the step at which each row fed its first token to stop at, None where it did not."""
     fed = session.history[1 : session.done + 1].cpu()
     is_stop = torch.isin(fed, torch.tensor(list(stop), dtype=torch.int64))
-    return [int(column.int().argmax()) + 1 if bool(column.any()) else session.done for column in is_stop.unbind(dim=1)]
+    return [int(column.int().argmax()) + 1 if bool(column.any()) else None for column in is_stop.unbind(dim=1)]
 
 
 def _finished(

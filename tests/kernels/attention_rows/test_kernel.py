@@ -99,8 +99,9 @@ def test_head_means_and_sums(kv_heads, group, length, splits, kind):
     assert found.shape == (length,)
     assert error(found, exact.mean(0)) < 2e-6
     assert error(rows, exact.sum(-1)) < 1e-6
-    assert torch.equal(means, rows)
-    assert kind == "sinks" or (rows == 1).all()
+    # Compiled, the two kernels sum in orders of their own.
+    torch.testing.assert_close(means, rows, rtol=2e-6, atol=0)
+    assert kind == "sinks" or ((rows - 1).abs() < 2e-6).all()
     half = torch.empty(length + 3, device=DEVICE, dtype=torch.float16)
     attention_row(query, keys, sink_logits=sinks, mean=True, scale=2**15, out=half[1:-2], splits=splits)
     scaled = exact.mean(0) * 2**15
