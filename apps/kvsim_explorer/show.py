@@ -11,6 +11,7 @@ import streamlit as st
 from kvsim.charts.files import can_draw
 from kvsim_explorer.literal import literal
 from kvsim_explorer.paper import is_narrow, on_paper
+from kvsim_explorer.view import View
 
 if TYPE_CHECKING:
     import altair as alt
@@ -27,7 +28,7 @@ def show_chart(
     chart: "Drawn",
     name: str,
     summary: str,
-    table: "pl.DataFrame | None" = None,
+    table: "pl.DataFrame | Callable[[], pl.DataFrame] | None" = None,
     *,
     on_select: Callable[[], None] | None = None,
     key: str | None = None,
@@ -42,8 +43,8 @@ def show_chart(
         Stem of the files, and key of the widgets.
     summary : str
         What the chart shows, in a sentence or two, with its numbers: for those who do not see it.
-    table : DataFrame, optional
-        The numbers behind it, whole.
+    table : DataFrame, or a function that makes one, optional
+        The numbers behind it, whole; made for the files alone where it is a function.
     on_select : callable, optional
         Called when something is selected in a chart of a single view.
     key : str, optional
@@ -51,7 +52,7 @@ def show_chart(
     """
     with st.container(key=f"paper {name}", horizontal_alignment="left"):
         chosen: Any = on_select or "ignore"
-        spec = on_paper(chart.to_dict(), narrow=is_narrow())
+        spec = on_paper(chart.to_dict(validate=False), narrow=is_narrow())
         width: Any = "stretch" if spec.get("width") == "container" else "content"
         box = key or f"chart {name}"
         st.vega_lite_chart(spec, theme=None, width=width, alt=summary, key=box, on_select=chosen)
@@ -69,7 +70,7 @@ def show_chart(
                 )
         if table is not None:
             table_files(table, name)
-    if table is not None:
+    if table is not None and not callable(table):
         with st.expander("The numbers"):
             st.dataframe(table, key=f"table {name}")
 
@@ -88,14 +89,25 @@ def frame_of(rows: Sequence[dict[str, Any]]) -> "pl.DataFrame":
     return pl.DataFrame(list(rows), infer_schema_length=None)
 
 
-def table_files(table: "pl.DataFrame", name: str) -> None:
+def table_files(table: "pl.DataFrame | Callable[[], pl.DataFrame]", name: str) -> None:
     """Offer a table as files, which say of what recording and in what mode they are."""
     csv, parquet = f"csv {name}", f"parquet {name}"
-    own = _labelled(table)
-    st.download_button("CSV", own.write_csv, _file_name(name, "csv"), "text/csv", key=csv, on_click="ignore")
+    view = st.session_state.get("view")
+
+    def written(as_bytes: "Callable[[pl.DataFrame], bytes]") -> bytes:
+        return as_bytes(_labelled(table() if callable(table) else table, view))
+
+    st.download_button(
+        "CSV",
+        partial(written, lambda own: own.write_csv().encode()),
+        _file_name(name, "csv"),
+        "text/csv",
+        key=csv,
+        on_click="ignore",
+    )
     st.download_button(
         "Parquet",
-        partial(_parquet, own),
+        partial(written, _parquet),
         _file_name(name, "parquet"),
         "application/vnd.apache.parquet",
         key=parquet,
@@ -103,10 +115,9 @@ def table_files(table: "pl.DataFrame", name: str) -> None:
     )
 
 
-def _labelled(table: "pl.DataFrame") -> "pl.DataFrame":
+def _labelled(table: "pl.DataFrame", view: View | None) -> "pl.DataFrame":
     import polars as pl
 
-    view = st.session_state.get("view")
     if view is None:
         return table
     labels = {

@@ -160,6 +160,8 @@ def _kept_in_shadow(result: Result, window: Window, start: int, after: int) -> F
     """Count the steps of a row of cells after which each column is retained, averaged over groups."""
     assert result.outcome.retained is not None
     sets = result.outcome.retained[start - 1 : after - 1]
-    held = sets.mean(axis=1) if window.group is None else sets[:, window.group]
-    total: FloatArray = held[:, window.columns].sum(axis=0, dtype=np.float64)
+    if window.group is None and sets.shape[1] > 1:
+        mean: FloatArray = sets.mean(axis=1)[:, window.columns].sum(axis=0, dtype=np.float64)
+        return mean
+    total: FloatArray = np.count_nonzero(sets[:, window.group or 0, window.columns], axis=0).astype(np.float64)
     return total

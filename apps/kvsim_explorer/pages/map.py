@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import streamlit as st
+from altair.utils import schemapi
 
 from kvsim import Result, Trace, charts
 from kvsim_explorer.replays import raw_policy, result_of
@@ -76,9 +77,10 @@ def _body(view: View, own: Result) -> None:
     results = [_result(view, panel) for panel in panels]
     part = {**order, "positions": positions, "steps": steps}
     summary = _summary(choice, [charts.retained_shares(one, **part)[0] for one in results])
-    show_chart(
-        charts.retention(results, **part), "retention", summary, frame_of(charts.retention_rows(results, **part))
-    )
+    # Altair checks each part of a chart against its schema, which takes longer than to make it.
+    with schemapi.debug_mode(False):
+        drawn = charts.retention(results, **part)
+    show_chart(drawn, "retention", summary, lambda: frame_of(charts.retention_rows(results, **part)))
     _reproduce(view, results, choice)
 
 
@@ -152,7 +154,8 @@ def _show_overview(view: View, own: Result, order: dict[str, Any]) -> None:
     kept = "" if share is None else f", {share:.1%} of all"
     summary = f"The whole map of {view.text_of(view.policy)}, {own.mode}{kept}, in coarse bins."
     moves, window = st.session_state[DRAWN]
-    drawn = charts.retention_overview(own, window=window, **order)
+    with schemapi.debug_mode(False):
+        drawn = charts.retention_overview(own, window=window, **order)
     show_chart(drawn, "overview", summary, on_select=lambda: _brushed(view.trace, moves), key=_key(moves))
 
 
