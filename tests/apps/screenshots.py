@@ -35,7 +35,8 @@ def write(folder: Path = FOLDER) -> None:
                     file = folder / f"{name}-{width}-{scheme}.png"
                     with tab(running, address, width=width, scheme=scheme) as screen:
                         screen.go(name, trace=NEEDLE, **PARAMETERS[name])
-                        screen.page.wait_for_timeout(1500)
+                        screen.page.wait_for_timeout(1200)
+                        screen.settle()
                         screen.page.screenshot(path=file)
                         assert screen.complaints == [], (file.name, screen.complaints)
                     # A palette makes the file a third as large.

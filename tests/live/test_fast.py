@@ -124,6 +124,11 @@ def test_rows_end_at_their_own_stop_token(llama, prefixes, monkeypatch):
     for fast, plain in zip(found, wanted, strict=True):
         fc.assert_same(fast, plain)
     assert done == [1, 2, 3]
+    # A row without such a token goes on, whatever was read back before.
+    (wanted,) = decode(llama, prefixes[:1], "ema:0.8", steps=5, budget=fc.BUDGET, keep_logits=True)
+    unheard = next(token for token in range(61) if token not in wanted.tokens)
+    (fast,) = generic(llama, prefixes[:1], "ema:0.8", fc.BUDGET, steps=5, forced=None, stop=[unheard])
+    fc.assert_same(fast, wanted)
 
 
 @pytest.mark.skipif(fc.DEVICE == "cpu", reason="needs a GPU")
