@@ -88,6 +88,7 @@ def _table(runs: Runs, anatomy: Anatomy | None, best: list[Beside] | None) -> An
 def _formats() -> dict[str, Any]:
     shares = dict.fromkeys(("oracle gap", "equal steps"), "percent")
     plain = [name for name in COLUMNS.values() if name not in ("policy", "groups", "B", "held")]
+    shares["held"] = "%.0f"
     formats = {**dict.fromkeys([*plain, "Jaccard", "last Jaccard"], "%.3f"), **shares}
     return {name: st.column_config.NumberColumn(format=form) for name, form in formats.items()}
 
