@@ -62,7 +62,7 @@ def on_paper(spec: dict[str, Any], *, narrow: bool) -> dict[str, Any]:
     config = spec.setdefault("config", {})
     for name, value in _PAPER.items():
         config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
-    spec["padding"] = 8
+    spec["padding"] = dict.fromkeys(("left", "top", "right", "bottom"), 8)
     _lay_legends(spec, columns=1 if narrow else 3)
     _wrap(spec.get("title"), NARROW_LETTERS if narrow else LETTERS)
     if "vconcat" in spec or "hconcat" in spec:
