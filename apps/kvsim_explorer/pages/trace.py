@@ -136,9 +136,9 @@ def _how(view: View) -> str:
 
 
 def _formats(columns: list[str]) -> dict[str, Any]:
-    return {
-        name: st.column_config.NumberColumn(format="%.3f") for name in columns if name not in ("policy", "B", "ties")
-    }
+    plain = ("policy", "B", "held", "ties")
+    formats = {name: st.column_config.NumberColumn(format="%.3f") for name in columns if name not in plain}
+    return formats | {"held": st.column_config.NumberColumn(format="%.0f")}
 
 
 def _steps(results: list[Any]) -> Any:
