@@ -64,8 +64,12 @@ def step_move(screen: Tab) -> float:
     return time.perf_counter() - start
 
 
-def map_move(screen: Tab) -> float:
-    """Seconds from a key on the map's slider of positions to the charts of that part."""
+def map_move(screen: Tab, sent: list[float]) -> tuple[float, float]:
+    """Seconds from a key on the map's slider of positions to the charts of that part, and from its being sent.
+
+    Streamlit's slider waits for further keys before it tells the server.
+    """
+    sent.clear()
     chart = screen.page.locator('[role="graphics-document"]').nth(1)
     chart.evaluate("one => one.setAttribute('data-old', '1')")
     thumb = screen.page.locator(".st-key-positions input[type=range]").first
@@ -76,7 +80,8 @@ def map_move(screen: Tab) -> float:
         " return all.length > 1 && !all[1].hasAttribute('data-old'); }",
         timeout=60_000,
     )
-    return time.perf_counter() - start
+    end = time.perf_counter()
+    return end - start, end - sent[0]
 
 
 def main() -> None:
@@ -97,11 +102,14 @@ def main() -> None:
                 screen.settle()
                 moves = [step_move(screen) for _ in range(9)]
                 rows.append({"what": "step slider, text", "limit_s": 0.3, **_spread(moves)})
+                sent: list[float] = []
+                screen.page.on("websocket", lambda one: one.on("framesent", lambda _: sent.append(time.perf_counter())))
                 screen.go("map", trace=str(trace), policy="ema:0.9")
-                moves = [map_move(screen) for _ in range(9)]
-                rows.append({"what": "position slider, map", "limit_s": 0.3, **_spread(moves)})
+                pairs = [map_move(screen, sent) for _ in range(9)]
+                for what, times in zip(("", ", from its being sent"), zip(*pairs, strict=True), strict=True):
+                    rows.append({"what": f"position slider, map{what}", "limit_s": 0.3, **_spread(list(times))})
     for row in rows:
-        print(f"{row['what']:24} median {row['median_s']:.3f} s, most {row['most_s']:.3f} s (limit {row['limit_s']} s)")
+        print(f"{row['what']:44} median {row['median_s']:.3f} s, most {row['most_s']:.3f} s (limit {row['limit_s']} s)")
     OUT.parent.mkdir(exist_ok=True)
     shape = {"prompt": PROMPT, "steps": STEPS, "layers": LAYERS}
     OUT.write_text(json.dumps({"recording": shape, "rows": rows, **machine()}, indent=1) + "\n")
