@@ -43,8 +43,8 @@ def main() -> None:
     _inline(lambda: page.show(view))
 
 
-OF_A_RECORDING = ("positions", "steps", "heads_step", "step", "selected", "group", "layer", "of_layer", "a", "b")
-"""State that means something on one recording only."""
+OF_A_RECORDING = ("positions", "steps", "heads_step", "group", "layer", "scorers_layer", "a", "b")
+"""Widgets whose values mean something on one recording only."""
 
 
 def _start_anew(view: View | None) -> None:

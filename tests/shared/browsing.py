@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ROOT = Path(__file__).parents[2]
@@ -85,6 +85,11 @@ class Tab:
         self.page.wait_for_timeout(250)
         self.page.wait_for_selector(READY, timeout=90_000)
 
+    def wait_for_value(self, key: str, value: str) -> None:
+        """Wait until the text box with a key holds a text, and the page stands."""
+        expect(self.page.locator(f".st-key-{key} :is(input, textarea)").first).to_have_value(value, timeout=30_000)
+        self.settle()
+
     def parameters(self) -> dict[str, str]:
         """Give the parameters in the address bar."""
         return dict(parse_qsl(urlsplit(self.page.url).query))
@@ -99,10 +104,17 @@ class Tab:
     def pick(self, key: str, option: str) -> None:
         """Choose an option of the drop-down with a key."""
         box = self.page.locator(f".st-key-{key} input").first
-        box.click()
-        box.fill(option)
-        box.press("Enter")
-        self.settle()
+        # On a busy machine a list can open after the keys meant for it; what was not taken goes with the focus.
+        for _ in range(5):
+            box.click()
+            box.fill(option)
+            self.page.get_by_role("option").first.wait_for()
+            box.press("Enter")
+            box.blur()
+            self.settle()
+            if box.input_value() == option:
+                return
+        raise AssertionError(f"{option} could not be chosen in {key}")
 
 
 def _note_failure(tab: Tab, url: str, failure: str) -> None:
