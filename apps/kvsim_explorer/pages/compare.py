@@ -270,7 +270,6 @@ def _reproduce(view: View, runs: Runs, alike: list[Result], best: list[Beside] |
         python=f"""
 import kvsim, kvsim.charts
 from kvsim.anatomy import dissect
-from kvsim_explorer.literal import literal
 
 trace = kvsim.open_trace({view.location!r})
 results = kvsim.replay_many(trace, {[one.policy for one in runs.results]!r}, shadow={view.shadow})

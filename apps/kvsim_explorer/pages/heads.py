@@ -170,7 +170,6 @@ def _reproduce(view: View, found: ByHead, step: int | None) -> None:
         python=f"""
 import kvsim, kvsim.charts
 from kvsim.heads import by_head
-from kvsim_explorer.literal import literal
 
 trace = kvsim.open_trace({view.location!r})
 results = kvsim.replay_many(trace, {list(found.policies)!r}, shadow={view.shadow}, shadow_churn=False)

@@ -156,7 +156,6 @@ def _reproduce(view: View, policies: list[Policy], found: list[Beside]) -> None:
 import kvsim, kvsim.charts
 from kvsim.floor import random_floor
 from kvsim.optima import beside_optimum
-from kvsim_explorer.literal import literal
 
 trace = kvsim.open_trace({view.location!r})
 results = kvsim.replay_many(trace, {[str(policy) for policy in policies]!r}, shadow_churn=False)

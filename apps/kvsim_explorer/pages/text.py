@@ -295,7 +295,6 @@ states_after(result, trace, {step})[{fates.group}]
 import kvsim.charts
 from kvsim.attending import attention_of, attention_on, shade
 from kvsim.ranges import read_positions
-from kvsim_explorer.literal import literal
 
 positions = read_positions({written!r}, trace.num_positions)
 shade(attention_of(trace, positions, {layer}, fates=fates))

@@ -75,7 +75,6 @@ def show(view: View) -> None:
         + " --out kept-mass.html",
         python=f"""
 import kvsim, kvsim.charts
-from kvsim_explorer.literal import literal
 
 trace = kvsim.open_trace({view.location!r})
 results = kvsim.replay_many(trace, {[str(policy) for policy in ran]!r}, shadow={view.shadow})
