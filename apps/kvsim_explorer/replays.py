@@ -11,7 +11,7 @@ from kvsim.candidates import reason
 from kvsim.policies.ema import Ema
 from kvsim_explorer.view import View
 
-__all__ = ["raw_policy", "replayed", "result_of", "results_of"]
+__all__ = ["raw_policy", "replayed", "result_of"]
 
 
 def result_of(view: View, policy: Policy | None = None, *, shadow: bool | None = None) -> Result:
@@ -24,11 +24,6 @@ def result_of(view: View, policy: Policy | None = None, *, shadow: bool | None =
     """
     evicts_nothing = view.shadow if shadow is None else shadow
     return _replayed(view.trace, str(view.trace.path), view.trace.hash, str(policy or view.policy), evicts_nothing)
-
-
-def results_of(view: View, policies: Sequence[Policy], *, shadow: bool | None = None) -> list[Result]:
-    """Replay several policies; errors as for `result_of`."""
-    return [result_of(view, policy, shadow=shadow) for policy in policies]
 
 
 def replayed(
