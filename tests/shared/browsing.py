@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import TimeoutError as PlaywrightTimeoutError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ROOT = Path(__file__).parents[2]
@@ -104,12 +105,13 @@ class Tab:
     def pick(self, key: str, option: str) -> None:
         """Choose an option of the drop-down with a key."""
         box = self.page.locator(f".st-key-{key} input").first
-        # On a busy machine a list can open after the keys meant for it; what was not taken goes with the focus.
-        for _ in range(5):
-            box.click()
-            box.fill(option)
-            self.page.get_by_role("option").first.wait_for()
-            box.press("Enter")
+        # On a busy machine a page drawn late closes the list, and keys can come before it opens.
+        for _ in range(10):
+            with contextlib.suppress(PlaywrightTimeoutError):
+                box.click()
+                box.fill(option)
+                self.page.get_by_role("option").first.wait_for(timeout=3_000)
+                box.press("Enter")
             box.blur()
             self.settle()
             if box.input_value() == option:
