@@ -41,6 +41,7 @@ Sort = Literal["position", "utility"]
 ORDERS = ("position", "utility")
 BARS = 60
 PROMPT_FILL, GENERATED_FILL = "#1f3b63", "#a9bedb"
+DASHES_OF = {"budget": [5, 3], "newest": [5, 3], "prompt": [1, 3]}
 
 
 def reference_utility(trace: Trace) -> FloatArray:
@@ -343,9 +344,9 @@ def _panel(rows: list[Row], window: Window, wide: int, tall: int, sort: str) -> 
         .mark_rect(strokeWidth=seam)
         .encode(
             x=alt.X(**x),
-            x2="x2:Q",
+            x2=alt.X2("x2:Q"),
             y=alt.Y(**y),
-            y2="y2:Q",
+            y2=alt.Y2("y2:Q"),
             fill=alt.Fill("kept:Q", **colour),
             # Hides the seams between cells without hiding thin ones.
             stroke=alt.Stroke("kept:Q", **colour),
@@ -355,27 +356,33 @@ def _panel(rows: list[Row], window: Window, wide: int, tall: int, sort: str) -> 
     return chart
 
 
-def _lines(result: Result, window: Window, sort: str) -> list[alt.LayerChart]:
-    """Draw the budget, or the newest B positions and the end of the prompt, where the window has them."""
-    budget, prompt = _budget(result, window), result.prompt_length
+def _lines(result: Result, window: Window, sort: str) -> list[alt.Chart]:
+    """Draw the budget, or the newest B positions and the end of the prompt, where the window has them.
+
+    The lines have a light edge, to be seen on dark cells as well as on light ones.
+    """
+    budget, prompt = _budget(result, window), float(result.prompt_length)
     ends = window.first, window.last + 1
-    if sort == "utility":
-        paths = [([budget, budget], [5, 3])]
-    else:
-        newest = [max(0.0, prompt + step - 1 - budget) for step in ends]
-        paths = [(newest, [5, 3]), ([float(prompt)] * 2, [1, 3])]
-    return [
-        _path([{"x": x, "y": y} for x, y in zip(xs, ends, strict=True)], dash)
-        for xs, dash in paths
+    paths = {"budget": [budget, budget]}
+    if sort == "position":
+        paths = {"newest": [max(0.0, prompt + step - 1 - budget) for step in ends], "prompt": [prompt, prompt]}
+    rows = [
+        {"line": name, "x": x, "y": y}
+        for name, xs in paths.items()
         if max(xs) >= window.x and min(xs) <= window.end
+        for x, y in zip(xs, ends, strict=True)
     ]
-
-
-def _path(rows: Sequence[Row], dash: list[int]) -> alt.LayerChart:
-    """Draw a line that can be seen on dark cells as well as on light ones."""
-    base = alt.Chart(embed(rows)).encode(x="x:Q", y="y:Q")
-    under = base.mark_line(color="white", strokeWidth=3, opacity=0.75, clip=True)
-    return layered(under, base.mark_line(color="black", strokeDash=dash, strokeWidth=1.2, clip=True))
+    if not rows:
+        return []
+    # All lines are one layer: Altair copies every layer of a chart many times.
+    base = alt.Chart(embed(rows)).encode(alt.X("x:Q"), alt.Y("y:Q"), alt.Detail("line:N"))
+    dashes = alt.Scale(domain=list(DASHES_OF), range=list(DASHES_OF.values()))
+    return [
+        base.mark_line(color="white", strokeWidth=3, opacity=0.75, clip=True),
+        base.mark_line(color="black", strokeWidth=1.2, clip=True).encode(
+            strokeDash=alt.StrokeDash("line:N", scale=dashes, legend=None)
+        ),
+    ]
 
 
 def evictions(results: Results) -> alt.VConcatChart:

@@ -69,13 +69,18 @@ def _body(view: View, own: Result) -> None:
     choice = Choice(panels, sort, group, positions, steps)
     utility = _utility(trace, trace.hash) if sort == "utility" else None
     order: dict[str, Any] = {"sort": sort, "utility": utility, "group": group}
+    if panels:
+        _show_window(view, choice, order)
+    else:
+        st.info("Choose what is drawn: the raw top-B, the policy, or the policy in shadow mode.")
+    # Last, because whoever moves a slider looks at the window.
     with place:
         _show_overview(view, own, order)
-    if not panels:
-        st.info("Choose what is drawn: the raw top-B, the policy, or the policy in shadow mode.")
-        return
-    results = [_result(view, panel) for panel in panels]
-    part = {**order, "positions": positions, "steps": steps}
+
+
+def _show_window(view: View, choice: Choice, order: dict[str, Any]) -> None:
+    results = [_result(view, panel) for panel in choice.panels]
+    part = {**order, "positions": choice.positions, "steps": choice.steps}
     summary = _summary(choice, [charts.retained_shares(one, **part)[0] for one in results])
     # Altair checks each part of a chart against its schema, which takes longer than to make it.
     with schemapi.debug_mode(False):
