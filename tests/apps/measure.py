@@ -32,6 +32,10 @@ READY_PART = {
 """What stands on a page last of what is looked at first."""
 
 
+WINDOW = ".st-key-paper-retention :is(canvas, svg.marks)"
+"""What the window is drawn on; a new one for every drawing."""
+
+
 def write_recording(folder: Path) -> Path:
     """Import a recording of head means whose attention is a heavy-tailed utility and noise."""
     rng = np.random.default_rng(0)
@@ -70,14 +74,14 @@ def map_move(screen: Tab, sent: list[float]) -> tuple[float, float]:
     Streamlit's slider waits for further keys before it tells the server.
     """
     sent.clear()
-    chart = screen.page.locator('[role="graphics-document"]').nth(1)
+    chart = screen.page.locator(WINDOW)
     chart.evaluate("one => one.setAttribute('data-old', '1')")
     thumb = screen.page.locator(".st-key-positions input[type=range]").first
     start = time.perf_counter()
     thumb.press("ArrowRight")
     screen.page.wait_for_function(
-        "() => { const all = document.querySelectorAll('[role=\"graphics-document\"]');"
-        " return all.length > 1 && !all[1].hasAttribute('data-old'); }",
+        "window => { const one = document.querySelector(window); return one && !one.hasAttribute('data-old'); }",
+        arg=WINDOW,
         timeout=60_000,
     )
     end = time.perf_counter()
