@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ __all__ = ["RMS_EPS", "WriteGate", "load_gate", "save_gate"]
 
 RMS_EPS = 1e-6
 """Added to the mean square of a key where its root is divided by."""
+
+_Array = npt.NDArray[Any]
 
 _KIND = "kvsim write gate"
 _FORMAT = "1"
@@ -100,7 +102,7 @@ class WriteGate:
             digest.update(array.tobytes())
         return digest.hexdigest()
 
-    def score(self, keys_pre: FloatArray, keys_post: FloatArray) -> npt.NDArray[np.float32]:
+    def score(self, keys_pre: _Array, keys_post: _Array) -> npt.NDArray[np.float32]:
         """Predict the utility of keys.
 
         Parameters
@@ -125,7 +127,7 @@ class WriteGate:
         rows = [self.score_layer(place, keys_pre[place], keys_post[place]) for place in range(depth)]
         return np.stack(rows)
 
-    def score_layer(self, place: int, keys_pre: FloatArray, keys_post: FloatArray) -> npt.NDArray[np.float32]:
+    def score_layer(self, place: int, keys_pre: _Array, keys_post: _Array) -> npt.NDArray[np.float32]:
         """Do one layer's part of `score`.
 
         Parameters
@@ -145,13 +147,15 @@ class WriteGate:
         PolicyError
             As `score`.
         """
+        known = (self.num_kv_heads, self.head_dim)
         for name, keys in (("keys_pre", keys_pre), ("keys_post", keys_post)):
-            if keys.shape != (self.num_kv_heads, keys_pre.shape[1], self.head_dim):
+            if keys.ndim != 3 or keys.shape != keys_post.shape or keys.shape[::2] != known:
                 raise PolicyError(f"{name} of shape {keys.shape}: this write gate takes {self._shape(None)}")
         w1, b1, w2 = (getattr(self, name)[place].astype(np.float64) for name in ("w1", "b1", "w2"))
         b2 = self.b2[place].astype(np.float64)[:, None]
-        found = np.empty(keys_pre.shape[:2], np.float32)
-        for start in range(0, found.shape[1], _CHUNK):
+        count = keys_pre.shape[1]
+        found = np.empty((self.num_kv_heads, count), np.float32)
+        for start in range(0, count, _CHUNK):
             chunk = slice(start, start + _CHUNK)
             parts = [_normed(keys[:, chunk].astype(np.float64), self.rms_eps) for keys in (keys_pre, keys_post)]
             hidden = np.concatenate(parts, axis=-1) @ w1.transpose(0, 2, 1) + b1[:, None]
@@ -243,14 +247,14 @@ def load_gate(path: str | Path) -> WriteGate:
     PolicyError
         If the file is missing, damaged, too large or something else.
     """
-    from safetensors import SafetensorError, deserialize, safe_open
+    import safetensors
 
     hint = "a gate is a safetensors file from 'kvsim train-gate'"
     try:
         size = Path(path).stat().st_size
         if size > _MAX_BYTES:
             raise PolicyError(f"{path}: has {size} bytes, a gate at most {_MAX_BYTES}; {hint}")
-        with safe_open(str(path), framework="numpy") as file:
+        with safetensors.safe_open(str(path), framework="numpy") as file:
             metadata, held = file.metadata() or {}, set(file.keys())
         if metadata.get("kind") != _KIND:
             raise PolicyError(f"{path}: is not a write gate; {hint}")
@@ -259,8 +263,9 @@ def load_gate(path: str | Path) -> WriteGate:
         missing = [name for name in _NAMES if name not in held]
         if missing:
             raise PolicyError(f"{path}: has no tensor {', '.join(missing)} (a gate has {', '.join(_NAMES)})")
+        deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
         parts = {name: part for name, part in deserialize(Path(path).read_bytes()) if name in _NAMES}
-    except (OSError, SafetensorError, TypeError) as error:
+    except (OSError, safetensors.SafetensorError, TypeError) as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise PolicyError(f"{path}: {reason}; {hint}") from None
     tensors = {name: _array(name, part, path) for name, part in parts.items()}
@@ -287,20 +292,21 @@ def _described(
     """Put a file's metadata and tensors together."""
     name = ""
     try:
-        read = {}
-        for name, kind in (
-            ("window", int),
-            ("num_kv_heads", int),
-            ("head_dim", int),
-            ("tau", float),
-            ("lambda", float),
-            ("rms_eps", float),
-            ("layers", json.loads),
-            ("training", json.loads),
-            ("model", str),
-            ("config_hash", str),
-            ("kvsim_version", str),
-        ):
+        read: dict[str, Any] = {}
+        kinds: dict[str, Callable[[str], Any]] = {
+            "window": int,
+            "num_kv_heads": int,
+            "head_dim": int,
+            "tau": float,
+            "lambda": float,
+            "rms_eps": float,
+            "layers": json.loads,
+            "training": json.loads,
+            "model": str,
+            "config_hash": str,
+            "kvsim_version": str,
+        }
+        for name, kind in kinds.items():
             read[name] = kind(metadata[name])
         name = "layers"
         layers = tuple(read["layers"])
