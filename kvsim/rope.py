@@ -1,4 +1,4 @@
-"""Rotary position embeddings, undone: from the post-RoPE queries of a trace to those before it."""
+"""Rotary position embeddings, undone: from the post-RoPE queries and keys of a trace to those before it."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from kvsim_traces import Trace
 from kvsim.errors import PolicyError
 from kvsim.plan import FloatArray
 
-__all__ = ["Rope", "rope_of"]
+__all__ = ["Rope", "keys_before", "rope_of"]
 
 MODEL_TYPES = (
     "gemma",
@@ -84,6 +84,34 @@ class Rope:
         first, second = vectors[..., :half], vectors[..., half : 2 * half]
         turned = (first * cos - second * sin, second * cos + first * sin, vectors[..., 2 * half :])
         return np.concatenate(turned, axis=-1)
+
+
+def keys_before(trace: Trace, layer: int) -> FloatArray:
+    """Give a layer's keys as they were before the rotation: stored, or else turned back by the model config.
+
+    Parameters
+    ----------
+    trace : Trace
+        The recording, with keys.
+    layer : int
+        Index among the recorded layers.
+
+    Returns
+    -------
+    array
+        [Hk, L0+T, d].
+
+    Raises
+    ------
+    PolicyError
+        If the trace stores no ``keys_pre`` and `rope_of` refuses its model.
+    CaptureError
+        If the trace has no keys.
+    """
+    if trace.has("keys_pre"):
+        return trace.keys_pre(layer)
+    keys = trace.keys(layer)
+    return rope_of(trace, layer).undo(keys, np.arange(keys.shape[1]))
 
 
 def rope_of(trace: Trace, layer: int) -> Rope:

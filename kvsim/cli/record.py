@@ -37,6 +37,10 @@ def record(
         bool,
         typer.Option("--kvzip", help="Run KVzip's reconstruction pass after the prefill and keep its scores."),
     ] = False,
+    pre_rope_keys: Annotated[
+        bool,
+        typer.Option("--pre-rope-keys", help="Keep the keys before the rotary embedding too; with --capture qk or qkv."),
+    ] = False,
     eligible: Annotated[
         Literal["full", "all"], typer.Option(help="Layers that policies may evict from: full attention only, or all.")
     ] = "full",
@@ -58,6 +62,8 @@ def record(
         raise KvsimError(f"--prompt-queries must be a number or 'all', got {prompt_queries!r}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise KvsimError(f"--out {out}: exists already; name a new directory")
+    if pre_rope_keys and capture not in ("qk", "qkv"):
+        raise KvsimError(f"--pre-rope-keys needs --capture qk or qkv, got {capture}")
     text = read_text(prompt, "--prompt")
     forced_text = read_text(str(force), "--force") if force is not None else None
 
@@ -77,6 +83,7 @@ def record(
             prompt_queries="all" if prompt_queries == "all" else int(prompt_queries),
             prompt_mass=prompt_mass,
             kvzip=kvzip,
+            pre_rope_keys=pre_rope_keys,
             temperature=temperature,
             seed=seed,
             suppress_eos=suppress_eos,

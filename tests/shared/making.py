@@ -16,6 +16,9 @@ CAPTURES = {
     "qk": ["queries", "keys"],
     "qkv": ["queries", "keys", "values"],
 }
+PRE = ["keys_pre", "gates"]
+"""Arrays that only captures with keys have."""
+
 EVERYTHING = ["tokens", "text", "text_ends", "prompt_queries", "prompt_mass", "kvzip_scores"]
 
 
@@ -41,6 +44,8 @@ class Recording:
         self.queries = rng.normal(size=(self.steps, k, h, d)).astype(np.float16)
         self.keys = rng.normal(size=(k, hk, p, d)).astype(np.float16)
         self.values = rng.normal(size=(k, hk, p, d)).astype(np.float16)
+        self.keys_pre = np.random.default_rng(99).normal(size=(k, hk, p, d)).astype(np.float16)
+        self.gates = np.random.default_rng(98).random((k, hk, p)).astype(np.float32)
         self.prompt_queries = rng.normal(size=(k, h, min(self.window, self.prompt), d)).astype(np.float16)
         self.prompt_mass = rng.random((k, h, self.prompt)).astype(np.float32)
         self.kvzip_scores = rng.random((k, hk, self.prompt)).astype(np.float32)
@@ -74,6 +79,8 @@ class Recording:
             "text": self.texts[: self.prompt],
             "keys": self.keys[:, :, : self.prompt],
             "values": self.values[:, :, : self.prompt],
+            "keys_pre": self.keys_pre[:, :, : self.prompt],
+            "gates": self.gates,
             "prompt_queries": self.prompt_queries,
             "prompt_mass": self.prompt_mass,
             "kvzip_scores": self.kvzip_scores,
@@ -88,6 +95,7 @@ class Recording:
             "queries": self.queries[step - 1],
             "keys": self.keys[:, :, position],
             "values": self.values[:, :, position],
+            "keys_pre": self.keys_pre[:, :, position],
             "text": self.texts[position],
         }
         found: dict[str, Any] = {name: value for name, value in given.items() if name in arrays}

@@ -9,8 +9,9 @@ from kvsim_kernels.attention_rows import attention_row, prompt_mass
 
 from kvsim_traces.errors import TraceError
 from kvsim_traces.hooks import AttentionCall
-from kvsim_traces.layout import SCALE
+from kvsim_traces.layout import POSITION_ARRAYS, SCALE
 from kvsim_traces.manifest import LayerInfo
+from kvsim_traces.rotary import RotaryTap
 
 NUMBER_TYPES = {"float16": torch.float16, "float32": torch.float32}
 
@@ -91,6 +92,8 @@ class PrefillCapture:
         "float16" or "float32".
     mass_of : callable
         Computes it; takes and gives what `kvsim_kernels.attention_rows.prompt_mass` does.
+    rotary : RotaryTap, optional
+        Around the model, to keep the keys before the rotary embedding.
 
     Attributes
     ----------
@@ -105,7 +108,7 @@ class PrefillCapture:
         The last W queries; empty without them.
     mass : list of ndarray [H, L0]
         Float32; empty without it.
-    keys, values : list of ndarray [Hk, L0, d]
+    keys, values, keys_pre : list of ndarray [Hk, L0, d]
         The whole prompt's, also in sliding layers; empty unless the capture stores them.
     """
 
@@ -117,6 +120,7 @@ class PrefillCapture:
         mass: bool,
         qk_dtype: str,
         mass_of: Callable[..., torch.Tensor] = prompt_mass,
+        rotary: RotaryTap | None = None,
     ) -> None:
         self.layers: list[LayerInfo] = []
         self.indices: list[int] = []
@@ -126,6 +130,8 @@ class PrefillCapture:
         self.mass: list[np.ndarray[Any, Any]] = []
         self.keys: list[np.ndarray[Any, Any]] = []
         self.values: list[np.ndarray[Any, Any]] = []
+        self.keys_pre: list[np.ndarray[Any, Any]] = []
+        self._rotary = rotary
         self._config = config
         self._capture = capture
         self._last_queries = last_queries
@@ -167,6 +173,9 @@ class PrefillCapture:
             self.keys.append(to_numpy(call.key, f"keys: layer {ordinal}", self._qk_dtype))
         if self._capture == "qkv":
             self.values.append(to_numpy(call.value, f"values: layer {ordinal}", self._qk_dtype))
+        if self._rotary is not None:
+            before = self._rotary.take(call, ordinal, compare=True)
+            self.keys_pre.append(to_numpy(before, f"keys_pre: layer {ordinal}", self._qk_dtype))
 
 
 class StepCapture:
@@ -182,19 +191,20 @@ class StepCapture:
         "heads", "scores", "qk" or "qkv".
     qk_dtype : str
         "float16" or "float32".
+    rotary : RotaryTap, optional
+        Around the model, to keep the keys before the rotary embedding.
     """
 
-    def __init__(self, layers: list[LayerInfo], capture: str, qk_dtype: str) -> None:
+    def __init__(self, layers: list[LayerInfo], capture: str, qk_dtype: str, rotary: RotaryTap | None = None) -> None:
         self._layers = layers
         self._capture = capture
         self._qk_dtype = qk_dtype
+        self._rotary = rotary
         self._position = 0
         self._keep = False
         self._rows: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
-        self._queries: list[torch.Tensor] = []
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self._vectors: dict[str, list[torch.Tensor]] = {name: [] for name in ("queries", *POSITION_ARRAYS)}
         self.exact: list[torch.Tensor] = []
         self.stored: list[torch.Tensor] = []
 
@@ -205,7 +215,7 @@ class StepCapture:
         shape, or head means [position + 1] in a `scores` capture.
         """
         self._position, self._keep = position, keep
-        for kept in (self._rows, self._sums, self._queries, self._keys, self._values):
+        for kept in (self._rows, self._sums, *self._vectors.values()):
             kept.clear()
         self.forget()
 
@@ -250,15 +260,21 @@ class StepCapture:
         elif self._capture == "scores":
             self._rows.append((rows.mean(dim=0) * SCALE).half())
         else:
-            self._queries.append(call.query[:, 0])
-            self._keys.append(call.key[:, -1])
-            if self._capture == "qkv":
-                self._values.append(call.value[:, -1])
+            self._keep_vectors(call, ordinal)
         if self._keep:
             self.exact.append(rows)
             self.stored.append(
                 self._rows[-1].float() / SCALE if self._rows else self._recomputed(call, visible, self._sums[-1])
             )
+
+    def _keep_vectors(self, call: AttentionCall, ordinal: int) -> None:
+        """Keep one layer's query, key and value, and its key before the rotary embedding."""
+        self._vectors["queries"].append(call.query[:, 0])
+        self._vectors["keys"].append(call.key[:, -1])
+        if self._capture == "qkv":
+            self._vectors["values"].append(call.value[:, -1])
+        if self._rotary is not None:
+            self._vectors["keys_pre"].append(self._rotary.take(call, ordinal)[:, -1])
 
     def _placed(self, probabilities: torch.Tensor) -> torch.Tensor:
         """Rows over all positions: a windowed layer's keys are the latest ones, everything before them gets 0."""
@@ -283,13 +299,13 @@ class StepCapture:
         -------
         dict
             ``row_sums`` [K, H] float32; ``attention`` [K, H, n] or ``scores`` [K, n], float16 times 2^15; or
-            ``queries`` [K, H, d], ``keys`` and ``values`` [K, Hk, d].
+            ``queries`` [K, H, d], ``keys``, ``values`` and ``keys_pre`` [K, Hk, d].
         """
         self._check_layers(len(self._sums))
         found = {"row_sums": _stacked(self._sums).numpy()}
         if self._rows:
             found["attention" if self._capture == "heads" else "scores"] = _stacked(self._rows).numpy()
-        for name, parts in (("queries", self._queries), ("keys", self._keys), ("values", self._values)):
+        for name, parts in self._vectors.items():
             if parts:
                 found[name] = to_numpy(_stacked(parts), name, self._qk_dtype)
         return found

@@ -9,6 +9,7 @@ from kvsim_traces.capture import StepCapture
 from kvsim_traces.hooks import AttentionCall
 from kvsim_traces.layout import SCALE
 from kvsim_traces.manifest import LayerInfo
+from kvsim_traces.rotary import RotaryTap
 
 __all__ = ["DeviceCapture", "device_prompt_mass", "write_rows"]
 
@@ -107,8 +108,8 @@ class DeviceCapture(StepCapture):
         Layers whose rows PyTorch computed because the kernel cannot.
     """
 
-    def __init__(self, layers: list[LayerInfo], capture: str, qk_dtype: str) -> None:
-        super().__init__(layers, capture, qk_dtype)
+    def __init__(self, layers: list[LayerInfo], capture: str, qk_dtype: str, rotary: RotaryTap | None = None) -> None:
+        super().__init__(layers, capture, qk_dtype, rotary)
         self.plain: set[int] = set()
         self._kernel = _kernel()
         self._into: dict[str, torch.Tensor] = {}
@@ -144,10 +145,7 @@ class DeviceCapture(StepCapture):
                 row[..., :hidden].zero_()
             self._rows_of(call, ordinal, visible, row[..., hidden:], sums, mean=row.ndim == 1, scale=SCALE)
         else:
-            self._queries.append(call.query[:, 0])
-            self._keys.append(call.key[:, -1])
-            if self._capture == "qkv":
-                self._values.append(call.value[:, -1])
+            self._keep_vectors(call, ordinal)
             if call.sink_logits is not None:
                 unused = torch.empty(visible, device=call.query.device)
                 self._rows_of(call, ordinal, visible, unused, sums, mean=True, scale=1)
@@ -183,9 +181,9 @@ class DeviceCapture(StepCapture):
         """
         self._check_layers(self._count)
         self._into["token"].copy_(token)
-        for name, parts in (("queries", self._queries), ("keys", self._keys), ("values", self._values)):
+        for name, parts in self._vectors.items():
             if parts:
                 self._into[name].copy_(torch.stack(parts))
         self._into = {}
-        for kept in (self._queries, self._keys, self._values):
+        for kept in self._vectors.values():
             kept.clear()

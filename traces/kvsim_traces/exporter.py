@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvsim_traces.errors import TraceError
 from kvsim_traces.files import os_reason, sync_directory
 from kvsim_traces.importer import MANIFEST_NAME
+from kvsim_traces.layout import POSITION_ARRAYS
 from kvsim_traces.paths import hidden_directory, local_path, path_kind
 from kvsim_traces.reader import Trace
 
@@ -92,9 +93,9 @@ def _array(trace: Trace, name: str) -> tuple[np.dtype[Any], tuple[int, ...], Ite
     dtype = stored.layout.numpy_dtype
     if name in ("row_sums", "queries"):
         return dtype, (steps, *shape[1:]), (stored.row(step) for step in range(steps))
-    if name in ("keys", "values"):
+    if name in POSITION_ARRAYS:
         return dtype, (*shape[:2], positions, shape[3]), (stored.layer(layer) for layer in range(trace.num_layers))
-    whole = stored.whole()
+    whole = trace.gates() if name == "gates" else stored.whole()
     return dtype, whole.shape, iter([whole])
 
 

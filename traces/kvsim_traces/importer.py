@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvsim_traces.errors import TraceError
 from kvsim_traces.files import MAX_METADATA_BYTES, os_reason, parse_json, sync_directory
-from kvsim_traces.layout import PROMPT_ARRAYS
+from kvsim_traces.layout import POSITION_ARRAYS, PROMPT_ARRAYS
 from kvsim_traces.manifest import ARRAY_NAMES, IMPORTED_GENERATION, LayerInfo, Manifest
 from kvsim_traces.npz import NpzFile
 from kvsim_traces.paths import check_new_directory, hidden_directory, local_path
@@ -24,7 +24,17 @@ MANIFEST_NAME: Final = "manifest"
 _NUMBERS: Final = ("prompt_length", "num_kv_heads", "num_heads")
 _FLOATS: Final = ("float16", "float32", "float64")
 _PER_STEP: Final = ("attention", "scores", "queries", "row_sums")
-_KEPT: Final = ("layers", "sink_logits", "model", "tokenizer", "vocab_size", "environment", "generation", "notes")
+_KEPT: Final = (
+    "layers",
+    "sink_logits",
+    "model",
+    "tokenizer",
+    "vocab_size",
+    "environment",
+    "generation",
+    "notes",
+    "gate",
+)
 
 # Axes of each array: T, K, H, G (KV heads), d and W must agree; L must reach the last position, P is the prompt.
 _AXES: Final = {
@@ -34,9 +44,11 @@ _AXES: Final = {
     "queries": "TKHd",
     "keys": "KGLd",
     "values": "KGLd",
+    "keys_pre": "KGLd",
     "prompt_queries": "KHWd",
     "prompt_mass": "KHP",
     "kvzip_scores": "KGP",
+    "gates": "KGL",
     "tokens": "L",
     "text_ends": "L",
     "text": "B",
@@ -61,9 +73,10 @@ def import_npz(file: str | Path, out: str | Path, *, progress: Callable[[int, in
         Holds ``prompt_length`` (L0) and one of ``attention [T, K, H, L]``, ``scores [T, K, L]``, or ``queries
         [T, K, H, d]`` with ``keys [K, Hk, L, d]``; L is at least L0 + T, and zero or NaN beyond a step's position is
         padding. Optional: ``num_kv_heads`` (one for each query head by default), ``num_heads`` (for ``scores``),
-        ``values``, ``row_sums [T, K, H]``, ``prompt_mass [K, H, L0]``, ``prompt_queries [K, H, W, d]``, ``kvzip_scores
-        [K, Hk, L0]``, ``tokens [L]``, ``text`` with ``text_ends [L]``, and the ``manifest`` that
-        `kvsim_traces.export_npz` writes; arrays of other names are left out and listed in the manifest's notes.
+        ``values`` and ``keys_pre`` like ``keys``, ``row_sums [T, K, H]``, ``prompt_mass [K, H, L0]``, ``prompt_queries
+        [K, H, W, d]``, ``kvzip_scores [K, Hk, L0]``, ``gates [K, Hk, L]``, ``tokens [L]``, ``text`` with ``text_ends
+        [L]``, and the ``manifest`` that `kvsim_traces.export_npz` writes; arrays of other names are left out and listed
+        in the manifest's notes.
         Numbers are float16, float32 or float64. An array is read step by step, so that memory does not grow with T.
     out : str or Path
         The trace's directory; it must not exist, or be empty.
@@ -163,7 +176,7 @@ def _plan(npz: NpzFile) -> _Plan:
     ignored = sorted(set(members) - set(ARRAY_NAMES) - set(_NUMBERS) - {MANIFEST_NAME})
     if ignored:
         manifest.notes = [*manifest.notes, f"arrays of the import that a trace does not have: {', '.join(ignored)}"]
-    vectors = [members[name].dtype for name in ("queries", "keys", "values", "prompt_queries") if name in members]
+    vectors = [members[name].dtype for name in ("queries", *POSITION_ARRAYS, "prompt_queries") if name in members]
     exact = all(dtype.itemsize == 2 for dtype in vectors)
     if not manifest.layers:
         # As many as an array has whose bytes are really there.
@@ -205,17 +218,19 @@ def _copy(
     prompt, steps = manifest.prompt_length, manifest.planned_steps
     held: dict[str, NDArray[Any]] = {
         name: npz.whole(name, scratch)
-        for name in ("tokens", "text", "text_ends", "keys", "values", *PROMPT_ARRAYS)
+        for name in ("tokens", "text", "text_ends", *POSITION_ARRAYS, *PROMPT_ARRAYS)
         if name in npz.members
     }
     texts = list(_texts(npz.path, held, plan.positions)) if "text" in held else []
     first: dict[str, Any] = {name: held[name] for name in PROMPT_ARRAYS if name in held}
+    if "gates" in held:
+        first["gates"] = held["gates"][..., : plan.positions]
     if "tokens" in held:
         first["tokens"] = held["tokens"][:prompt]
     if texts:
         first["text"] = texts[:prompt]
     writer.write_prompt(**first)
-    vectors = {name: held[name] for name in ("keys", "values") if name in held}
+    vectors = {name: held[name] for name in POSITION_ARRAYS if name in held}
     for start in range(0, prompt if vectors else 0, 1024):
         stop = min(prompt, start + 1024)
         writer.append_positions(**{name: array[:, :, start:stop] for name, array in vectors.items()})

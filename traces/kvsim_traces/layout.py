@@ -22,8 +22,15 @@ SCALE: Final = 32768.0
 
 SCALED_ARRAYS: Final = ("attention", "scores")
 STEP_ARRAYS: Final = ("attention", "scores", "row_sums", "queries")
-POSITION_ARRAYS: Final = ("keys", "values")
-PROMPT_ARRAYS: Final = ("prompt_queries", "prompt_mass", "kvzip_scores")
+POSITION_ARRAYS: Final = ("keys", "values", "keys_pre")
+PROMPT_ARRAYS: Final = ("prompt_queries", "prompt_mass", "kvzip_scores", "gates")
+"""Arrays of layers, given whole before the first step."""
+
+DERIVED_ARRAYS: Final = ("gates",)
+"""Arrays computed from the others after the recording; a trace's hash is the same without them."""
+
+WIDE_ARRAYS: Final = (*SCALED_ARRAYS, "gates")
+"""Arrays whose last axis may be longer in a piece than in the shape: that keeps the planned length."""
 
 MISSING: Final = 2**64 - 1
 """Offset and length of a chunk that was not written."""
@@ -46,9 +53,11 @@ _DIMENSIONS: Final[dict[str, tuple[str, ...]]] = {
     "queries": ("step", "layer", "head", "dim"),
     "keys": ("layer", "kv_head", "position", "dim"),
     "values": ("layer", "kv_head", "position", "dim"),
+    "keys_pre": ("layer", "kv_head", "position", "dim"),
     "prompt_queries": ("layer", "head", "prompt_query", "dim"),
     "prompt_mass": ("layer", "head", "prompt_position"),
     "kvzip_scores": ("layer", "kv_head", "prompt_position"),
+    "gates": ("layer", "kv_head", "position"),
 }
 _FLOATS: Final = ("float16", "float32")
 _DTYPES: Final[dict[str, tuple[str, ...]]] = {
@@ -61,9 +70,11 @@ _DTYPES: Final[dict[str, tuple[str, ...]]] = {
     "queries": _FLOATS,
     "keys": _FLOATS,
     "values": _FLOATS,
+    "keys_pre": _FLOATS,
     "prompt_queries": _FLOATS,
     "prompt_mass": ("float32",),
     "kvzip_scores": ("float32",),
+    "gates": ("float32",),
 }
 
 
@@ -224,9 +235,11 @@ def array_shape(name: str, manifest: Manifest, steps: int, free: int = 0) -> tup
         "queries": (steps, k, h, d),
         "keys": (k, hk, positions, d),
         "values": (k, hk, positions, d),
+        "keys_pre": (k, hk, positions, d),
         "prompt_queries": (k, h, free, d),
         "prompt_mass": (k, h, prompt),
         "kvzip_scores": (k, hk, prompt),
+        "gates": (k, hk, positions),
     }[name]
 
 
@@ -337,8 +350,7 @@ def parse_metadata(data: dict[str, Any], name: str, manifest: Manifest, where: s
             raise fail(field, f"must be {value!r}, got {data.get(field)!r:.400}")
     _check_shape(layout, manifest, fail)
     for index in range(rank):
-        # Rows of attention keep the planned width when fewer steps than planned are recorded.
-        wide = name in SCALED_ARRAYS and index == rank - 1
+        wide = name in WIDE_ARRAYS and index == rank - 1
         if index != layout.axis and (piece[index] < shape[index] if wide else piece[index] != shape[index]):
             raise fail(piece_field, f"axis {index} of a piece must span {shape[index]}, got {piece[index]}")
     most = max(_FLAT_CHUNKS, _MAX_PIECE_STEPS * manifest.num_layers)

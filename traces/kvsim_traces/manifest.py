@@ -29,9 +29,11 @@ ARRAY_NAMES: Final = (
     "queries",
     "keys",
     "values",
+    "keys_pre",
     "prompt_queries",
     "prompt_mass",
     "kvzip_scores",
+    "gates",
 )
 """Every array a trace may hold; other names are refused."""
 
@@ -42,6 +44,14 @@ CAPTURES: Final[dict[str, tuple[str, ...]]] = {
     "qkv": ("queries", "keys", "values"),
 }
 """The capture levels and the arrays each needs."""
+
+_NEEDS: Final = (
+    ("text", "text_ends"),
+    ("text_ends", "text"),
+    ("text", "tokens"),
+    ("queries", "keys"),
+    ("keys_pre", "keys"),
+)
 
 LAYER_TYPES: Final = ("full_attention", "sliding_attention", "chunked_attention")
 SOURCES: Final = ("recorder", "import")
@@ -217,6 +227,8 @@ class Manifest:
         1.
     kvsim_version, created : str
         Who wrote the trace, and when (ISO 8601).
+    gate : dict or None
+        ``name`` and ``hash`` of the gate file that `gates` come from; left out of the JSON when None.
     extra : dict
         Keys this version does not know; kept as they are.
     """
@@ -244,6 +256,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
     kvsim_version: str = field(default_factory=package_version)
     created: str = field(default_factory=_now)
+    gate: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -308,10 +321,10 @@ class Manifest:
                 raise check.fail("arrays", f"capture {self.capture} needs {name}")
         if self.capture != "heads" and "attention" in arrays:
             raise check.fail("capture", f"a trace with attention is a heads capture, got {self.capture}")
-        for one, other in (("text", "text_ends"), ("text_ends", "text"), ("text", "tokens"), ("queries", "keys")):
+        for one, other in _NEEDS:
             if one in arrays and other not in arrays:
                 raise check.fail("arrays", f"{one} needs {other}")
-        needs_dim = {"queries", "keys", "values", "prompt_queries"} & set(arrays)
+        needs_dim = {"queries", "keys", "values", "keys_pre", "prompt_queries"} & set(arrays)
         if needs_dim and self.head_dim is None:
             raise check.fail("head_dim", f"is needed with {', '.join(sorted(needs_dim))}")
 
@@ -321,7 +334,7 @@ class Manifest:
         for item in fields(self):
             if item.name == "layers":
                 data["layers"] = [dict(vars(layer)) for layer in self.layers]
-            elif item.name != "extra":
+            elif item.name != "extra" and (item.name != "gate" or self.gate is not None):
                 data[item.name] = getattr(self, item.name)
         return data
 
@@ -347,10 +360,10 @@ class Manifest:
             raise check.fail("format_version", f"this reader knows {FORMAT_VERSION}, got {given.get('format_version')}")
         names = [item.name for item in fields(cls) if item.name != "extra"]
         for name in names:
-            if name not in given:
+            if name not in given and name != "gate":
                 raise check.fail(name, "is missing")
         manifest = cls(
-            **{name: given[name] for name in names},
+            **{name: given[name] for name in names if name in given},
             extra={key: value for key, value in given.items() if key not in names},
         )
         manifest.validate(where)
@@ -390,6 +403,12 @@ def _validate_provenance(check: _Checker, manifest: Manifest) -> None:
     check.optional(check.integer, "vocab_size", manifest.vocab_size, 1)
     for key, value in check.mapping("environment", manifest.environment).items():
         check.optional(check.string, f"environment.{key}", value)
+    if manifest.gate is not None:
+        gate = _fields(check, "gate", manifest.gate, ("name", "hash"))
+        check.string("gate.name", gate["name"])
+        check.string("gate.hash", gate["hash"])
+        if "gates" not in manifest.arrays:
+            raise check.fail("gate", "is superfluous without the array gates")
     generation = _fields(check, "generation", manifest.generation, tuple(IMPORTED_GENERATION))
     check.string("generation.mode", generation["mode"], ("generated", "forced", "imported"))
     check.optional(check.integer, "generation.seed", generation["seed"], -(2**63), 2**64)

@@ -9,6 +9,7 @@ import torch
 from kvsim_traces.decoding import Decoder, choose
 from kvsim_traces.device_capture import DeviceCapture
 from kvsim_traces.errors import TraceError
+from kvsim_traces.layout import POSITION_ARRAYS
 from kvsim_traces.packing import StepLayout
 from kvsim_traces.pipeline import Pipeline, Place
 from kvsim_traces.request import Request
@@ -149,7 +150,7 @@ class Overlapped:
     def _append(self, writer: TraceWriter, text: TokenText | None, buffer: torch.Tensor, t: int) -> bool:
         arrays = {name: view.numpy() for name, view in self._layout.views(buffer, self._positions(t)).items()}
         token = int(arrays.pop("token")[0])
-        for name in ("queries", "keys", "values"):
+        for name in ("queries", *POSITION_ARRAYS):
             if name in arrays and arrays[name].dtype == np.float16 and np.isinf(arrays[name]).any():
                 raise TraceError(f"{name} of step {t}: a value does not fit float16; record with qk_dtype='float32'")
         try:

@@ -20,9 +20,20 @@ class StepLayout:
         K, H, Hk and d.
     qk_dtype : str
         "float16" or "float32", for queries, keys and values.
+    pre_rope_keys : bool
+        Whether the keys before the rotary embedding are among them.
     """
 
-    def __init__(self, capture: str, layers: int, heads: int, kv_heads: int, head_dim: int, qk_dtype: str) -> None:
+    def __init__(
+        self,
+        capture: str,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        qk_dtype: str,
+        pre_rope_keys: bool = False,
+    ) -> None:
         number = torch.float16 if qk_dtype == "float16" else torch.float32
         # -1 stands for the positions of the step.
         self._arrays: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
@@ -35,7 +46,8 @@ class StepLayout:
             self._arrays.append(("scores", torch.float16, (layers, -1)))
         else:
             self._arrays.append(("queries", number, (layers, heads, head_dim)))
-            names = ("keys", "values") if capture == "qkv" else ("keys",)
+            names = ["keys", "values"] if capture == "qkv" else ["keys"]
+            names += ["keys_pre"] if pre_rope_keys else []
             self._arrays.extend((name, number, (layers, kv_heads, head_dim)) for name in names)
 
     def nbytes(self, positions: int) -> int:
@@ -56,7 +68,7 @@ class StepLayout:
         -------
         dict
             ``token`` [1] and ``row_sums`` [K, H]; then ``attention`` [K, H, n], ``scores`` [K, n], or ``queries``
-            [K, H, d], ``keys`` and ``values`` [K, Hk, d].
+            [K, H, d], ``keys``, ``values`` and ``keys_pre`` [K, Hk, d].
         """
         found, start = {}, 0
         for name, dtype, shape in self._arrays:

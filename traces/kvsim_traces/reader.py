@@ -3,31 +3,22 @@
 import contextlib
 import hashlib
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvsim_traces.errors import CaptureError, TraceError
 from kvsim_traces.files import read_json
-from kvsim_traces.layout import (
-    METADATA_NAME,
-    PROMPT_ARRAYS,
-    STEP_ARRAYS,
-    parse_metadata,
-)
+from kvsim_traces.layout import DERIVED_ARRAYS, METADATA_NAME, PROMPT_ARRAYS, STEP_ARRAYS, parse_metadata
 from kvsim_traces.manifest import CAPTURES, Manifest
 from kvsim_traces.paths import local_path, path_kind
+from kvsim_traces.recent import CACHE_BYTES, Recent
 from kvsim_traces.rows import attention_row, check_side_rows, open_rows, side_row, write_rows
 from kvsim_traces.stored import StoredArray, check_directory
 from kvsim_traces.values import check_finite, check_halves, check_sums, halves_to_floats
-
-CACHE_BYTES: Final = 2**30
-"""Bound on the keys and values a trace keeps converted; one layer is always kept."""
 
 _IDENTITY: Final = (
     "format_version",
@@ -49,6 +40,8 @@ _HINTS: Final = {
     "prompt_mass": "record with prompt mass, or add prompt_mass [K,H,L0] to the npz",
     "prompt_queries": "record with prompt queries, or add prompt_queries [K,H,W,d] to the npz",
     "kvzip_scores": "record with kvzip, or add kvzip_scores [K,Hk,L0] to the npz",
+    "keys_pre": "record with pre_rope_keys, or add keys_pre [K,Hk,L,d] to the npz",
+    "gates": "`kvsim trace gates` adds them, or add gates [K,Hk,L] to the npz",
 }
 
 
@@ -149,26 +142,6 @@ def open_trace(path: str | Path, *, verify: bool = True) -> "Trace":
     return Trace(directory, manifest, arrays, verify=verify)
 
 
-class _Recent:
-    """The most recent arrays, up to a number of bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._held: OrderedDict[tuple[str, int], NDArray[Any]] = OrderedDict()
-        self._lock = threading.RLock()
-
-    def get(self, key: tuple[str, int], make: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        with self._lock:
-            found = self._held.pop(key, None)
-            if found is None:
-                found = make()
-                found.setflags(write=False)
-            self._held[key] = found
-            while len(self._held) > 1 and sum(one.nbytes for one in self._held.values()) > self._limit:
-                self._held.popitem(last=False)
-            return found
-
-
 class Trace:
     """A recorded run, read from disk as asked; made by `open_trace`.
 
@@ -193,7 +166,7 @@ class Trace:
         self.manifest = manifest
         self._arrays = arrays
         self._verify = verify
-        self._recent = _Recent(CACHE_BYTES)
+        self._recent = Recent(CACHE_BYTES)
         self._hash = ""
         self._rows: StoredArray | None = None
         self._rows_sought = False
@@ -254,13 +227,14 @@ class Trace:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of what the trace holds: its identity and every chunk's checksum (which alone are read)."""
+        """SHA-256 of its identity and every recorded chunk's checksum (which alone are read); `gates` do not count."""
         if not self._hash:
             facts = self.manifest.to_json()
             identity = {key: facts[key] for key in _IDENTITY}
-            identity["arrays"] = sorted(self.manifest.arrays)
+            kept = sorted(name for name in self.manifest.arrays if name not in DERIVED_ARRAYS)
+            identity["arrays"] = kept
             digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
-            for name in sorted(self._arrays):
+            for name in kept:
                 stored = self._arrays[name]
                 layout = stored.layout
                 digest.update(f"\n{name} {layout.dtype} {layout.piece} {layout.chunk} {stored.rows}\n".encode())
@@ -476,6 +450,10 @@ class Trace:
         """Return a layer's values, [Hk, L0+T, d]; read-only. Errors as for `keys`."""
         return self._vectors("values", layer)
 
+    def keys_pre(self, layer: int) -> NDArray[np.float32]:
+        """Return a layer's keys before RoPE, [Hk, L0+T, d]; read-only. Errors as for `keys`."""
+        return self._vectors("keys_pre", layer)
+
     def _vectors(self, name: str, layer: int) -> NDArray[np.float32]:
         stored = self.stored(name)
         (index,) = self._layers([layer]) or [0]
@@ -498,6 +476,10 @@ class Trace:
     def kvzip_scores(self) -> NDArray[np.float32]:
         """Return the scores of the reconstruction pass, [K, Hk, L0]. CaptureError if the trace lacks them."""
         return self._prompt("kvzip_scores")
+
+    def gates(self) -> NDArray[np.float32]:
+        """Return the scores of the manifest's write gate, [K, Hk, L0+T]. CaptureError if the trace lacks them."""
+        return self._prompt("gates")[..., : self.num_positions]
 
     def _prompt(self, name: str) -> NDArray[np.float32]:
         stored = self.stored(name)

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from kvsim_traces.capture import PrefillCapture, StepCapture
 from kvsim_traces.decoding import Decoder, choose
 from kvsim_traces.device_capture import DeviceCapture, device_prompt_mass
 from kvsim_traces.errors import TraceError
-from kvsim_traces.hooks import attention_implementation, implementation_set, observed
+from kvsim_traces.hooks import Observer, attention_implementation, implementation_set, observed
 from kvsim_traces.kvzip import Reconstruction
 from kvsim_traces.manifest import LayerInfo, Manifest, package_version
 from kvsim_traces.overlapped import Overlapped, memory_error, overlapped_device
 from kvsim_traces.packing import StepLayout
 from kvsim_traces.reader import Trace, open_trace
 from kvsim_traces.request import Request, checked, eligible_flags
+from kvsim_traces.rotary import RotaryTap
 from kvsim_traces.selfcheck import check_rows
 from kvsim_traces.token_text import TokenText
 from kvsim_traces.writer import TraceWriter
@@ -47,6 +48,7 @@ def record(
     suppress_eos: bool = False,
     eligible: str | Sequence[int] | None = None,
     qk_dtype: str = "float16",
+    pre_rope_keys: bool = False,
     chat_template: bool = False,
     check: bool = True,
     progress: Callable[[int, int], None] | None = None,
@@ -93,6 +95,9 @@ def record(
         Layers that policies score and evict: the full-attention ones by default.
     qk_dtype : {"float16", "float32"}
         How queries, keys and values are stored.
+    pre_rope_keys : bool
+        Whether captures `qk` and `qkv` also keep the keys as they were before the rotary embedding, which write gates
+        score; the model must call its own ``apply_rotary_pos_emb``.
     chat_template : bool
         Whether the prompt was made with the tokenizer's; written to the manifest, and followed by `kvzip`.
     check : bool
@@ -133,6 +138,7 @@ def record(
         eligible=eligible,
         qk_dtype=qk_dtype,
         vocab_size=int(model.get_input_embeddings().weight.shape[0]),
+        pre_rope_keys=pre_rope_keys,
     )
     reconstruction = None
     if kvzip:
@@ -206,6 +212,7 @@ class Recording:
         self.eos = [token for token in eos_tokens(model, tokenizer) if token < request.vocab_size]
         self.generator = torch.Generator().manual_seed(request.seed)
         self.device = overlapped_device(model)
+        self.rotary = RotaryTap(model) if request.pre_rope_keys else None
         self.prefill = PrefillCapture(
             self.config,
             request.capture,
@@ -213,13 +220,14 @@ class Recording:
             request.prompt_mass,
             request.qk_dtype,
             prompt_mass if self.device is None else device_prompt_mass,
+            self.rotary,
         )
         self.overlapped: Overlapped | None = None
 
     def start(self, check: bool) -> Manifest:
         """Run the prefill, the reconstruction and step 1, check it, and describe the recording."""
         request, prefill = self.request, self.prefill
-        with observed(self.model, prefill):
+        with self._watched(prefill):
             logits = self.decoder.prefill(request.prompt)
         self._accept()
         flags = eligible_flags(request.eligible, prefill.layers)
@@ -270,7 +278,7 @@ class Recording:
     def write(self, writer: TraceWriter, progress: Callable[[int, int], None] | None = None) -> None:
         """Store the prompt and step 1, then run and store the other steps."""
         self._write_prompt(writer)
-        with observed(self.model, self.step):
+        with self._watched(self.step):
             if self.overlapped is not None:
                 self.overlapped.write(writer, self.text, progress)
             else:
@@ -283,26 +291,33 @@ class Recording:
         if self.overlapped is not None:
             self.overlapped.release()
 
+    @contextmanager
+    def _watched(self, observer: Observer) -> Iterator[None]:
+        with observed(self.model, observer), self.rotary or nullcontext():
+            yield
+
     def _first_step(self, layers: list[LayerInfo], check: bool) -> None:
         request, eos = self.request, self.eos
         if self.device is None:
-            self.step = StepCapture(layers, request.capture, request.qk_dtype)
-            with observed(self.model, self.step):
+            self.step = StepCapture(layers, request.capture, request.qk_dtype, self.rotary)
+            with self._watched(self.step):
                 self.logits, self.first = self._advance(1, keep=check)
             return
-        self.step = capture = DeviceCapture(layers, request.capture, request.qk_dtype)
+        self.step = capture = DeviceCapture(layers, request.capture, request.qk_dtype, self.rotary)
         heads, kv_heads, head_dim, _ = self.prefill.shapes[0]
         self.overlapped = Overlapped(
             self.device,
             self.decoder,
             request,
             capture,
-            StepLayout(request.capture, len(layers), heads, kv_heads, head_dim, request.qk_dtype),
+            StepLayout(
+                request.capture, len(layers), heads, kv_heads, head_dim, request.qk_dtype, request.pre_rope_keys
+            ),
             banned=eos if request.suppress_eos else [],
             ends=eos if request.forced is None and not request.suppress_eos else [],
             generator=self.generator,
         )
-        with observed(self.model, capture):
+        with self._watched(capture):
             self.overlapped.first(self.token, keep=check)
 
     def _write_in_turn(self, writer: TraceWriter, progress: Callable[[int, int], None] | None) -> None:
@@ -358,7 +373,7 @@ class Recording:
         names += {"heads": ["attention"], "scores": ["scores"], "qk": ["queries", "keys"]}.get(
             request.capture, ["queries", "keys", "values"]
         )
-        names.append("row_sums")
+        names += ["keys_pre", "row_sums"] if request.pre_rope_keys else ["row_sums"]
         if request.last_queries:
             names.append("prompt_queries")
         if request.prompt_mass:
@@ -383,8 +398,9 @@ class Recording:
                 writer.append_positions(
                     keys=np.stack([keys[:, start:stop] for keys in prefill.keys]),
                     values=np.stack([values[:, start:stop] for values in prefill.values]) if prefill.values else None,
+                    keys_pre=np.stack([keys[:, start:stop] for keys in prefill.keys_pre]) if prefill.keys_pre else None,
                 )
-        for held in (prefill.queries, prefill.mass, prefill.keys, prefill.values):
+        for held in (prefill.queries, prefill.mass, prefill.keys, prefill.values, prefill.keys_pre):
             held.clear()
 
 

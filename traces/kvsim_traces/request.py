@@ -73,6 +73,7 @@ class Request:
     eligible: str | tuple[int, ...]
     qk_dtype: str
     vocab_size: int
+    pre_rope_keys: bool = False
 
 
 def checked(
@@ -90,6 +91,7 @@ def checked(
     eligible: str | Sequence[int] | None,
     qk_dtype: str,
     vocab_size: int,
+    pre_rope_keys: bool = False,
 ) -> Request:
     """Check every argument.
 
@@ -103,6 +105,8 @@ def checked(
     steps = _integer("steps", steps, 1)
     _choice("capture", capture, tuple(CAPTURES))
     _choice("qk_dtype", qk_dtype, QK_DTYPES)
+    if pre_rope_keys and capture not in ("qk", "qkv"):
+        raise TraceError(f"pre_rope_keys: capture {capture!r} keeps no keys; use 'qk' or 'qkv'")
     prompt = token_ids("input_ids", input_ids, vocab_size)
     forced = None if force is None else token_ids("force", force, vocab_size)[:steps]
     if isinstance(prompt_queries, str):
@@ -132,6 +136,7 @@ def checked(
         eligible="full" if eligible is None else eligible,
         qk_dtype=qk_dtype,
         vocab_size=vocab_size,
+        pre_rope_keys=bool(pre_rope_keys),
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from kvsim_traces.errors import TraceError
 from kvsim_traces.layout import SCALE
@@ -232,6 +232,14 @@ def check_floats(
     if rows.size and rows.min() < 0:
         place = tuple(int(index) for index in np.argwhere(rows < 0)[0])
         raise TraceError(f"{where}: value at {_place(place, _LAYERED, layers)} is negative")
+
+
+def floats(name: str, value: ArrayLike) -> NDArray[Any]:
+    """Return an argument as an array of floating point numbers, or raise a TraceError naming it."""
+    given = np.asarray(value)
+    if given.dtype.kind != "f":
+        raise TraceError(f"{name}: must be floating point, got {given.dtype}")
+    return given
 
 
 def _place(index: tuple[int, ...], axes: tuple[str, ...], layers: Sequence[int] | None = None) -> str:

@@ -36,7 +36,7 @@ from kvsim_traces.layout import (
 from kvsim_traces.manifest import LayerInfo, Manifest
 from kvsim_traces.paths import check_new_directory, local_path
 from kvsim_traces.pieces import PieceBuffer
-from kvsim_traces.values import check_finite, check_sums, fill_rows, rounded
+from kvsim_traces.values import check_finite, check_sums, fill_rows, floats, rounded
 
 COMMIT_SECONDS = 1.0
 """How often a writer that flushes behind commits, unless asked to."""
@@ -138,9 +138,11 @@ class TraceWriter:
         text: Sequence[bytes] | None = None,
         keys: ArrayLike | None = None,
         values: ArrayLike | None = None,
+        keys_pre: ArrayLike | None = None,
         prompt_queries: ArrayLike | None = None,
         prompt_mass: ArrayLike | None = None,
         kvzip_scores: ArrayLike | None = None,
+        gates: ArrayLike | None = None,
     ) -> None:
         """Store what belongs to the prompt, before the first step; may be called in several parts.
 
@@ -150,7 +152,7 @@ class TraceWriter:
             Token ids.
         text : sequence of bytes, length L0
             Each token's text.
-        keys, values : array, shape [K, Hk, n, d]
+        keys, values, keys_pre : array, shape [K, Hk, n, d]
             Given to `append_positions`.
         prompt_queries : array, shape [K, H, W, d]
             The last W queries of the prompt, post-RoPE.
@@ -158,6 +160,8 @@ class TraceWriter:
             Attention each prompt position received during prefill.
         kvzip_scores : array, shape [K, Hk, L0]
             Scores of the optional reconstruction pass.
+        gates : array, shape [K, Hk, L0+T]
+            Scores of a write gate for all planned positions.
 
         Raises
         ------
@@ -181,20 +185,20 @@ class TraceWriter:
                     raise TraceError(f"text[{index}]: must be bytes, got {type(one).__name__}")
             self._once("text")
             self._put_text(text)
-        if keys is not None or values is not None:
-            self.append_positions(keys, values)
-        given = {"prompt_queries": prompt_queries, "prompt_mass": prompt_mass, "kvzip_scores": kvzip_scores}
-        for name, value in given.items():
+        self.append_positions(keys, values, keys_pre)
+        for name, value in zip(PROMPT_ARRAYS, (prompt_queries, prompt_mass, kvzip_scores, gates), strict=True):
             if value is not None:
                 self._put_prompt_array(name, value)
 
-    def append_positions(self, keys: ArrayLike | None = None, values: ArrayLike | None = None) -> None:
+    def append_positions(
+        self, keys: ArrayLike | None = None, values: ArrayLike | None = None, keys_pre: ArrayLike | None = None
+    ) -> None:
         """Store the keys and values of the next n positions.
 
         Parameters
         ----------
-        keys, values : array, shape [K, Hk, n, d]
-            Post-RoPE keys, and values. `append` calls this for each step's position.
+        keys, values, keys_pre : array, shape [K, Hk, n, d]
+            Post-RoPE keys, values, and keys before RoPE. `append` calls this for each step's position.
 
         Raises
         ------
@@ -203,7 +207,7 @@ class TraceWriter:
         """
         self._usable()
         ready = {}
-        for name, value in (("keys", keys), ("values", values)):
+        for name, value in zip(POSITION_ARRAYS, (keys, values, keys_pre), strict=True):
             if value is not None:
                 ready[name] = self._positions(name, value)
         for name, rows in ready.items():
@@ -219,6 +223,7 @@ class TraceWriter:
         queries: ArrayLike | None = None,
         keys: ArrayLike | None = None,
         values: ArrayLike | None = None,
+        keys_pre: ArrayLike | None = None,
         row_sums: ArrayLike | None = None,
         scaled: bool = False,
     ) -> None:
@@ -238,8 +243,8 @@ class TraceWriter:
             Their head mean.
         queries : array, shape [K, H, d]
             Post-RoPE queries.
-        keys, values : array, shape [K, Hk, d]
-            Post-RoPE key, and value, of the step's position.
+        keys, values, keys_pre : array, shape [K, Hk, d]
+            Post-RoPE key, value, and key before RoPE, of the step's position.
         row_sums : array, shape [K, H]
             Sums of the softmax rows; by default those of the rows given, or 1 without rows.
         scaled : bool
@@ -263,6 +268,7 @@ class TraceWriter:
             "queries": queries,
             "keys": keys,
             "values": values,
+            "keys_pre": keys_pre,
         }
         argument = {"tokens": "token"}
         for name, value in given.items():
@@ -273,8 +279,8 @@ class TraceWriter:
         if text is not None and not isinstance(text, bytes):
             raise TraceError(f"text: must be bytes, got {type(text).__name__}")
         positions = {}
-        for name, value in (("keys", keys), ("values", values)):
-            if value is not None:
+        for name in POSITION_ARRAYS:
+            if (value := given[name]) is not None:
                 row = np.asarray(value)
                 positions[name] = self._positions(name, row[:, :, np.newaxis] if row.ndim == 3 else row, 1)
         for name in self._buffers:
@@ -381,6 +387,7 @@ class TraceWriter:
             "row_sums": "float32",
             "prompt_mass": "float32",
             "kvzip_scores": "float32",
+            "gates": "float32",
         }.get(name, self._qk_dtype)
         layout = plan(name, dtype, shape)
         directory = self.path / name
@@ -478,7 +485,7 @@ class TraceWriter:
     def _positions(self, name: str, value: ArrayLike, exactly: int | None = None) -> NDArray[Any]:
         self._expected(name)
         manifest, buffer = self.manifest, self._buffers[name]
-        given = _floats(name, value)
+        given = floats(name, value)
         count = given.shape[2] if given.ndim == 4 and exactly is None else exactly or 0
         shape = (manifest.num_layers, manifest.num_kv_heads, count, manifest.head_dim)
         if given.shape != shape:
@@ -494,7 +501,7 @@ class TraceWriter:
         if row_sums is None:
             return None
         self._expected("row_sums")
-        given = _floats("row_sums", row_sums)
+        given = floats("row_sums", row_sums)
         if given.shape != shape:
             raise TraceError(f"row_sums: must have shape {list(shape)}, got {list(given.shape)}")
         sums = rounded("row_sums", given, np.dtype(np.float32))
@@ -508,7 +515,7 @@ class TraceWriter:
         self, name: str, value: ArrayLike, shape: tuple[int, ...], sums: NDArray[np.float32] | None, scaled: bool
     ) -> NDArray[np.float32]:
         """Fill the step's rows and return the sums by layer and head; the caller advances."""
-        given = _floats(name, value)
+        given = floats(name, value)
         if given.shape != shape:
             raise TraceError(f"{name}: step {self._steps + 1} must have shape {list(shape)}, got {list(given.shape)}")
         if scaled and given.dtype != np.float16:
@@ -527,7 +534,7 @@ class TraceWriter:
         )
 
     def _put_step(self, name: str, value: ArrayLike, shape: tuple[int, ...]) -> None:
-        given = _floats(name, value)
+        given = floats(name, value)
         if given.shape != shape:
             raise TraceError(f"{name}: step {self._steps + 1} must have shape {list(shape)}, got {list(given.shape)}")
         buffer = self._buffers[name]
@@ -565,7 +572,7 @@ class TraceWriter:
     def _put_prompt_array(self, name: str, value: ArrayLike) -> None:
         manifest = self.manifest
         self._expected(name)
-        given = _floats(name, value)
+        given = floats(name, value)
         width = given.shape[2] if name == "prompt_queries" and given.ndim == 4 else 0
         shape = array_shape(name, manifest, manifest.planned_steps, width)
         if name == "prompt_queries" and not 1 <= width <= manifest.prompt_length:
@@ -590,10 +597,3 @@ class TraceWriter:
 
 def _superfluous(name: str) -> str:
     return f"is superfluous: the manifest's arrays do not list {name}"
-
-
-def _floats(name: str, value: ArrayLike) -> NDArray[Any]:
-    given = np.asarray(value)
-    if given.dtype.kind != "f":
-        raise TraceError(f"{name}: must be floating point, got {given.dtype}")
-    return given
