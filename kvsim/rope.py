@@ -109,8 +109,8 @@ def keys_before(trace: Trace, layer: int) -> FloatArray:
         If the trace has no keys.
     """
     if trace.has("keys_pre"):
-        return trace.keys_pre(layer)
-    keys = trace.keys(layer)
+        return trace.keys_pre(layer).astype(np.float64)
+    keys = trace.keys(layer).astype(np.float64)
     return rope_of(trace, layer).undo(keys, np.arange(keys.shape[1]))
 
 

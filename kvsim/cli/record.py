@@ -39,7 +39,7 @@ def record(
     ] = False,
     pre_rope_keys: Annotated[
         bool,
-        typer.Option("--pre-rope-keys", help="Keep the keys before the rotary embedding too; with --capture qk or qkv."),
+        typer.Option("--pre-rope-keys", help="Keep keys before the rotary embedding too; with --capture qk or qkv."),
     ] = False,
     eligible: Annotated[
         Literal["full", "all"], typer.Option(help="Layers that policies may evict from: full attention only, or all.")

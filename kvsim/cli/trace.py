@@ -152,6 +152,29 @@ def export(
 
 
 @app.command()
+def gates(
+    trace: TraceDir,
+    gate: Annotated[Path, typer.Option(metavar="FILE", help="A write gate of the recording's model.")],
+    as_json: AsJson = False,
+) -> None:
+    """Score the keys of a recording with a write gate and keep the scores in it; any others are replaced.
+
+    Example: kvsim trace gates runs/a --gate gate.safetensors
+    """
+    from kvsim.gate_scores import store_gate_scores
+
+    recording, scorer = store_gate_scores(trace, gate)
+    scores = recording.gates()[list(recording.eligible_layers)]
+    facts = {"hash": scorer.hash, "tau": scorer.tau, "mean": float(scores.mean())}
+    facts["admitted"] = float((scores >= scorer.tau).mean())
+    if as_json:
+        print_json({"trace": str(recording.path), "gate": gate.name, **facts})
+    else:
+        say(f"wrote {trace}: gates of {gate.name}, mean {facts['mean']:.3f}")
+        say(f"{facts['admitted']:.1%} at or above its tau {scorer.tau:g}")
+
+
+@app.command()
 def synth(
     out: Annotated[Path, typer.Option(help="New trace directory.")],
     kind: Annotated[

@@ -1,4 +1,4 @@
-"""Keys before the rotary embedding, as the recorder keeps them: against the model's own, and turned back by its config."""
+"""Keys before the rotary embedding as the recorder keeps them, beside those turned back by the model's config."""
 
 import threading
 

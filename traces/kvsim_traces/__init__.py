@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvsim_traces.description import describe
 from kvsim_traces.errors import CaptureError, TraceError
 from kvsim_traces.exporter import export_npz
+from kvsim_traces.gates import store_gates
 from kvsim_traces.importer import import_npz
 from kvsim_traces.maintenance import RepairReport, VerifyReport, repair_trace, verify_trace
 from kvsim_traces.manifest import LayerInfo, Manifest
@@ -33,6 +34,7 @@ __all__ = [
     "open_trace",
     "record",
     "repair_trace",
+    "store_gates",
     "verify_trace",
 ]
 

@@ -107,6 +107,11 @@ def open_array(path: Path, name: str, manifest: Manifest, *, verify: bool = True
     return StoredArray(layout, path / name, rows, verify=verify)
 
 
+def open_arrays(path: Path, manifest: Manifest, *, verify: bool = True) -> dict[str, StoredArray]:
+    """Open every array that a manifest lists and check the sizes of its files; arguments and errors of `open_array`."""
+    return {name: open_array(path, name, manifest, verify=verify).check_files() for name in manifest.arrays}
+
+
 def open_trace(path: str | Path, *, verify: bool = True) -> "Trace":
     """Open a trace for reading.
 
@@ -138,8 +143,7 @@ def open_trace(path: str | Path, *, verify: bool = True) -> "Trace":
     if not manifest.committed_steps:
         file = directory / METADATA_NAME
         raise TraceError(f"{file}: committed_steps: is 0; the recording stopped before its first commit")
-    arrays = {name: open_array(directory, name, manifest, verify=verify).check_files() for name in manifest.arrays}
-    return Trace(directory, manifest, arrays, verify=verify)
+    return Trace(directory, manifest, open_arrays(directory, manifest, verify=verify), verify=verify)
 
 
 class Trace:
