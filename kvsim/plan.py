@@ -6,9 +6,20 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from kvsim.admission import Admission, Selection
 from kvsim.control import Control
 
-__all__ = ["GROUP_KINDS", "FloatArray", "GroupKind", "Groups", "Plan", "Redundancy", "ScoreSource"]
+__all__ = [
+    "GROUP_KINDS",
+    "Admission",
+    "FloatArray",
+    "GroupKind",
+    "Groups",
+    "Plan",
+    "Redundancy",
+    "ScoreSource",
+    "Selection",
+]
 
 GroupKind = Literal["shared", "layer", "head"]
 GROUP_KINDS: tuple[GroupKind, ...] = ("shared", "layer", "head")
@@ -183,6 +194,13 @@ class Plan:
         Chooses `a` and `b` of each scored step while the plan runs; those given here are where it starts.
     bound : float or None
         No schedule within the budgets has a higher kept mass; known to the plans of an oracle. Engines do not read it.
+    admission : Admission or None
+        What is promoted when it leaves the local window; everything if None.
+    targets : array of int or None
+        [G, T + 1] how many of the visible positions stay after the eviction of a step (of the prompt, at index 0),
+        before the window moves on, where that depends on other groups (WG-KV K.1); it replaces `target`.
+    selection : Selection or None
+        Which of the visible positions a query reads; all if None. Engines do not read it.
     """
 
     policy: str
@@ -204,9 +222,14 @@ class Plan:
     rescue: npt.NDArray[np.int64] | None = None
     control: Control | None = None
     bound: float | None = None
+    admission: Admission | None = None
+    targets: npt.NDArray[np.int64] | None = None
+    selection: Selection | None = None
 
-    def target(self, group: int, visible: int) -> int:
-        """Give how many of `visible` positions stay when a group is over its budget."""
+    def target(self, group: int, visible: int, t: int) -> int:
+        """Give how many of `visible` positions stay after the eviction of step t (0 for the prompt)."""
+        if self.targets is not None:
+            return int(self.targets[group, t])
         budget = int(self.budgets[group])
         while self.batch and visible > budget:
             visible -= max(1, int(self.batch * visible))
@@ -233,6 +256,8 @@ class Plan:
             n_recent=self.n_recent[own],
             ring=None if self.ring is None else self.ring[own],
             rescue=None if self.rescue is None else self.rescue[own],
+            admission=None if self.admission is None else self.admission.of_groups(own),
+            targets=None if self.targets is None else self.targets[own],
         )
 
     @property

@@ -85,7 +85,7 @@ class Stepper:
         self._peak = np.zeros((groups, positions))
         if plan.evicts[0] and not shadow:
             for g in range(groups):
-                self._evict(g, 0, np.arange(prompt), plan.target(g, prompt))
+                self._evict(g, 0, np.arange(prompt), plan.target(g, prompt, 0))
 
     def copy(self) -> "Stepper":
         """Give a stepper that goes its own way from here."""
@@ -137,7 +137,7 @@ class Stepper:
             if self.shadow:
                 ties[g], margins[g] = self._keep(g, seen[g], int(plan.budgets[g]))
             elif plan.evicts[t] and over:
-                ties[g], margins[g] = self._evict(g, t, seen[g], plan.target(g, seen[g].size))
+                ties[g], margins[g] = self._evict(g, t, seen[g], plan.target(g, seen[g].size, t))
             else:
                 self.retained[g] = marks[g]
         return Step(marks, before, ties, margins)
