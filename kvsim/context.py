@@ -17,6 +17,7 @@ from kvsim.scoring import independent_scores
 from kvsim.when import When
 
 if TYPE_CHECKING:
+    from kvsim.admissions import Admit
     from kvsim.scorers import Scorer
 
 __all__ = ["Context"]
@@ -44,6 +45,8 @@ class Context:
         Positions that are not evicted while others remain.
     when : When
         Evict after every step, once before the first, or in batches on overflow.
+    admit : Admit or None
+        Which positions stay when they leave the local window, None for all; `kvsim.policy` adds it to the plan.
     """
 
     policy: str
@@ -54,6 +57,7 @@ class Context:
     budget: Budget | None
     protect: Protect
     when: When
+    admit: "Admit | None" = None
 
     @property
     def num_steps(self) -> int:

@@ -1,7 +1,7 @@
 """Random eviction as a yardstick: which policies keep less of the attention than a draw would."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ def random_floor(
     engine: str = DEFAULT_ENGINE,
     progress: Progress | None = None,
 ) -> list[Floor]:
-    """Replay random eviction beside policies, with equal groups, budget, mode and moments of eviction.
+    """Replay random eviction beside policies: equal groups, budget, mode, moments of eviction, admission, selection.
 
     Random is no floor: a policy that ranks by the wrong thing falls below it. A draw is fixed for each position and the
     same in all groups (`random:SEED`, seeds from 0); groups of unequal budgets are compared with their mean, which
@@ -118,11 +118,12 @@ def random_floor(
         if result.trace_hash != trace.hash:
             raise KvsimError(f"{result.policy}: is a replay of {result.trace_name}, not of {trace.path}")
         budget = Budget(tokens=int(result.plan.budgets.sum()) // result.plan.groups.count)
-        when = parse(result.policy).expand().when
-        rivals.append((Policy(Random(), group=result.plan.groups.kind, budget=budget, when=when), result.mode))
+        own = parse(result.policy).expand()
+        rival = Policy(Random(), group=result.plan.groups.kind, budget=budget, when=own.when)
+        rivals.append((replace(rival, admit=own.admit, select=own.select), result.mode))
     wanted = list(dict.fromkeys(rivals))
     for done, (policy, mode) in enumerate(wanted):
-        draws = [Policy(Random(s), group=policy.group, budget=policy.budget, when=policy.when) for s in range(seeds)]
+        draws = [replace(policy, head=Random(s)) for s in range(seeds)]
         shadow = mode == "shadow"
         played = replay_many(trace, draws, shadow=shadow, shadow_churn=False, raw=False, engine=engine)
         drawn[policy, mode] = [_kept(one) for one in played]

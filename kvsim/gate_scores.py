@@ -40,7 +40,8 @@ def gate_scores(trace: Trace, gate: WriteGate, layers: Sequence[int], where: str
     CaptureError
         If the recording holds no keys.
     """
-    trace.stored("keys")
+    if not trace.has("keys"):
+        trace.stored("keys")
     theirs, ours = (gate.num_kv_heads, gate.head_dim), (trace.num_kv_heads, trace.head_dim)
     if theirs != ours:
         raise PolicyError(

@@ -111,7 +111,7 @@ def setting_of(policy: Policy, name: str) -> float | str | None:
         keep = policy.budget.keep_ratio if policy.budget else None
         return None if keep is None else float(1 - keep)
     if name in AXES:
-        value = getattr(policy.expand(), name)
+        value = policy.group_kind if name == "group" else getattr(policy.expand(), name)
         value = AXES[name].default if value is None else value
         return None if value is None else AXES[name].write(value)
     argument: float | str | None = getattr(policy.head, name) if name in _arguments(policy) else None

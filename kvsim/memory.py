@@ -90,7 +90,7 @@ def memory(policy: Policy | str, layers: int, *, steps: int | None = None) -> Me
     expanded = policy.expand()
     if not isinstance(expanded.head, LinearRule):
         raise PolicyError(f"{policy}: is not a linear rule (single, cumulative, ema), so its memory has no weights")
-    depth = layers if expanded.group in (None, "shared") else 1
+    depth = layers if policy.group_kind == "shared" else 1
     rule = expanded.head.coefficients(depth)
     weights, decay = rule.layer_weights, rule.step_decay
     horizon = 1 / (1 - decay) if decay < 1 else None

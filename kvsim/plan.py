@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from kvsim.admission import Admission, Selection
 from kvsim.control import Control
+from kvsim.errors import PolicyError
 
 __all__ = [
     "GROUP_KINDS",
@@ -234,6 +235,20 @@ class Plan:
         while self.batch and visible > budget:
             visible -= max(1, int(self.batch * visible))
         return visible if self.batch else min(budget, visible)
+
+    def check_shadow(self) -> None:
+        """Refuse a shadow run of a plan that it would leave without a meaning.
+
+        Raises
+        ------
+        PolicyError
+            With an admission: a cache that could recall anything is one that admitted everything.
+        """
+        if self.admission is not None:
+            raise PolicyError(
+                f"{self.policy}: shadow mode ranks all positions as if nothing was ever lost, so admission has no "
+                "meaning there; replay it without shadow mode, or leave admit= out"
+            )
 
     def of_layer(self, layer: int) -> "Plan":
         """Give the plan of the `layer`-th eligible layer alone; its groups must lie within layers.

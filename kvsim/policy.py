@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from kvsim_traces import CaptureError, Trace
 
+from kvsim.admissions import ADMISSIONS, Admit
+from kvsim.admitting import admit_into
 from kvsim.budget import Budget
 from kvsim.context import Context
 from kvsim.errors import PolicyError, unknown_name
@@ -26,6 +28,7 @@ from kvsim.plan import GROUP_KINDS, GroupKind, Groups, Plan
 from kvsim.protect import Protect
 from kvsim.scorers import SCORERS, Scorer
 from kvsim.scorers.attention import Attention
+from kvsim.selections import SELECTIONS, Select
 from kvsim.when import When
 
 __all__ = ["AXES", "Policy", "parse"]
@@ -39,7 +42,7 @@ DEFAULT_WHEN = When()
 
 @dataclass(frozen=True)
 class Policy:
-    """An eviction policy: a head and the axes that modify it.
+    """What a cache takes in, keeps and reads: a head and the axes that modify it.
 
     An axis that is None, or equal to what it would be anyway, takes the head's value and is left out of the string.
 
@@ -59,6 +62,10 @@ class Policy:
         Positions that are not evicted while others remain.
     when : When, optional
         Evict after every step, once before the first and never again, or in batches on overflow.
+    admit : Admit, optional
+        Which positions stay when they leave the local window; all by default. It implies ``group="head"``.
+    select : Select, optional
+        Which of the visible positions a query reads; all by default.
     """
 
     head: Head
@@ -68,6 +75,8 @@ class Policy:
     budget: Budget | None = None
     protect: Protect | None = None
     when: When | None = None
+    admit: Admit | None = None
+    select: Select | None = None
 
     def __post_init__(self) -> None:
         for axis, (kinds, hint) in _TYPES.items():
@@ -79,8 +88,13 @@ class Policy:
         if self.group is not None and self.group not in GROUP_KINDS:
             raise unknown_name("group", self.group, GROUP_KINDS)
         base = self._expanded_head() if isinstance(self.head, Preset) else None
+        admits = self.admit is not None or (base is not None and base.admit is not None)
+        if admits and self.group not in (None, "head"):
+            raise PolicyError(f"admit= decides for each KV head and implies group=head, got group={self.group}")
         for axis, spec in AXES.items():
             inherited = getattr(base, axis) if base else None
+            if axis == "group" and admits:
+                inherited = "head"
             if getattr(self, axis) == (spec.default if inherited is None else inherited):
                 object.__setattr__(self, axis, None)
 
@@ -97,6 +111,8 @@ class Policy:
             return self
         base = self.head.expand()
         own = {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
+        if self.admit is not None:
+            own["group"] = "head"
         return dataclasses.replace(base, **own).expand()
 
     def with_budget(self, budget: Budget) -> "Policy":
@@ -104,6 +120,18 @@ class Policy:
         if self.budget is not None or self.head.name == "full":
             return self
         return dataclasses.replace(self, budget=budget)
+
+    @property
+    def group_kind(self) -> GroupKind:
+        """Who shares a retained set, whoever says so."""
+        policy = self.expand()
+        return "head" if policy.admit is not None else policy.group or DEFAULT_GROUP
+
+    @property
+    def needs_future(self) -> bool:
+        """Whether it reads what later queries attend to: it can be replayed, and never run live."""
+        policy = self.expand()
+        return policy.head.needs_future or (policy.admit is not None and policy.admit.needs_future)
 
     def plan(self, trace: Trace) -> Plan:
         """Spell the policy out on a trace.
@@ -129,27 +157,34 @@ class Policy:
 
     def _plan(self, trace: Trace) -> Plan:
         expanded = self.expand()
-        group = expanded.group or DEFAULT_GROUP
+        admit, select = expanded.admit, expanded.select
+        group = self.group_kind
         if not trace.eligible_layers:
             raise PolicyError(f"{trace.path}: no recorded layer is eligible for eviction")
-        if group == "head" and trace.capture == "scores":
+        axes = {"group=head": group == "head", "admit=": admit is not None, "select=": select is not None}
+        if trace.capture == "scores" and (by_head := [axis for axis, used in axes.items() if used]):
             raise PolicyError(
-                f"{self}: group=head needs attention of single heads, but {trace.path} is a 'scores' capture "
+                f"{self}: {by_head[-1]} needs attention of single heads, but {trace.path} is a 'scores' capture "
                 "(head means); use group=shared or group=layer, or record with --capture heads or qk"
             )
         assert isinstance(expanded.head, Rule)
-        return expanded.head.plan(
-            Context(
-                policy=str(self),
-                trace=trace,
-                groups=Groups(group, trace.eligible_layers, trace.num_heads, trace.num_kv_heads),
-                score=expanded.score or DEFAULT_SCORE,
-                refresh=expanded.refresh or DEFAULT_REFRESH,
-                budget=expanded.budget,
-                protect=expanded.protect or Protect(),
-                when=expanded.when or DEFAULT_WHEN,
-            )
+        context = Context(
+            policy=str(self),
+            trace=trace,
+            groups=Groups(group, trace.eligible_layers, trace.num_heads, trace.num_kv_heads),
+            score=expanded.score or DEFAULT_SCORE,
+            refresh=expanded.refresh or DEFAULT_REFRESH,
+            budget=expanded.budget,
+            protect=expanded.protect or Protect(),
+            when=expanded.when or DEFAULT_WHEN,
+            admit=admit,
         )
+        plan = expanded.head.plan(context)
+        if admit is not None:
+            plan = admit_into(plan, admit.admission(context))
+        if select is None:
+            return plan
+        return dataclasses.replace(plan, selection=select.selection(context, plan.admission))
 
     def __str__(self) -> str:
         words = [format_part(self.head)]
@@ -166,6 +201,8 @@ _TYPES: dict[str, tuple[type, str]] = {
     "budget": (Budget, "a Budget, such as Budget(2048) or Budget.parse('10%')"),
     "protect": (Protect, "a Protect, such as Protect(sink=4, recent=32)"),
     "when": (When, "a When, such as When('prefill')"),
+    "admit": (Admit, "an admission such as Local(window=256)"),
+    "select": (Select, "a selection such as TopK(64)"),
 }
 
 
@@ -247,6 +284,22 @@ AXES: dict[str, Axis] = {
         "every, prefill, overflow or overflow:P%",
         "snapkv:16/when=every",
         "Evict after every step, once before the first, or P% (10) of the cache whenever it exceeds its budget.",
+    ),
+    "admit": Axis(
+        lambda text: parse_part(text, ADMISSIONS, "admit"),
+        format_part,
+        None,
+        "an admission, see `kvsim policies`",
+        "full/admit=local:window=32,sink=4",
+        "Which positions stay when they leave the local window, head by head; implies group=head.",
+    ),
+    "select": Axis(
+        lambda text: parse_part(text, SELECTIONS, "select"),
+        format_part,
+        None,
+        "a selection, see `kvsim policies`",
+        "full/select=quest:64",
+        "Which of the visible positions a query reads; what is retained stays as it is.",
     ),
 }
 """The axes of a policy string by name."""

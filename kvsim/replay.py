@@ -1,6 +1,7 @@
 """Replay: what a policy would have kept of a recording."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def replay(
     shadow : bool
         Evict nothing; rank all positions at every step (measures ranking, not consequences).
     shadow_churn : bool
-        In irreversible mode, run the shadow mode as well for its churn.
+        In irreversible mode, run the shadow mode as well for its churn; not for policies that admit.
     engine : str
         Name of the engine.
     mode : {"exact", "fast"}
@@ -148,9 +149,12 @@ def replay_many(
         return lambda done, total: progress(done + offset * total, total * passes) if progress else None
 
     outcomes = run_many(trace, plans, shadow=shadow, raw=raw, mode=mode, progress=advance(0))
-    beside: list[Outcome] = []
+    beside: dict[int, Outcome] = {}
     if passes == 2:
-        beside = run_many(trace, plans, shadow=True, raw=False, mode=mode, progress=advance(1))
+        # Admission has no meaning in shadow mode, and selection changes no set.
+        ranked = {index: replace(plan, selection=None) for index, plan in enumerate(plans) if plan.admission is None}
+        found = run_many(trace, list(ranked.values()), shadow=True, raw=False, mode=mode, progress=advance(1))
+        beside = dict(zip(ranked, found, strict=True))
     return [
         Result(
             policy=plan.policy,
@@ -163,7 +167,7 @@ def replay_many(
             outcome=outcome,
             engine=engine,
             approximate=trace.capture == "scores" and not shadow and plan.score.kind == "attention",
-            shadow_churn=mean_of(beside[index].metrics["churn"]) if beside else None,
+            shadow_churn=mean_of(beside[index].metrics["churn"]) if index in beside else None,
         )
         for index, (plan, outcome) in enumerate(zip(plans, outcomes, strict=True))
     ]

@@ -135,15 +135,55 @@ class Result:
 
     @property
     def triggers(self) -> float | None:
-        """Moments at which anything was evicted, averaged over groups; None in shadow mode."""
+        """Moments at which anything was evicted, averaged over groups; None in shadow mode.
+
+        A position that is not admitted when it leaves the local window is not evicted.
+        """
         if self.outcome.evicted_at is None:
             return None
-        return float(np.mean([np.unique(row[row >= 0]).size for row in self.evicted_at]))
+        evicted = self.evicted_at >= 0
+        if self.plan.admission is not None:
+            # What is refused was never evicted before: the window is protected.
+            evicted &= self.plan.admission.admitted[:, : evicted.shape[1]]
+        return float(np.mean([np.unique(row[gone]).size for row, gone in zip(self.evicted_at, evicted, strict=True)]))
 
     @property
     def removed_of_seen(self) -> float | None:
-        """Share of all positions seen, prompt and generated, that were evicted; None in shadow mode."""
+        """Share of all positions seen, prompt and generated, that were evicted or refused; None in shadow mode."""
         return None if self.outcome.evicted_at is None else float((self.evicted_at >= 0).mean())
+
+    @cached_property
+    def visible_sizes(self) -> npt.NDArray[np.int64]:
+        """``|V_t|``, how many positions each step's query could see, [G, T]."""
+        steps = np.arange(1, self.num_steps + 1)
+        if self.outcome.retained is not None:
+            sizes = self.outcome.retained.sum(axis=2).T
+            before = np.concatenate([np.full((len(sizes), 1), self.prompt_length), sizes[:, :-1]], axis=1)
+            return before + 1
+        gone = np.stack([np.bincount(row[row >= 0], minlength=self.num_steps + 1) for row in self.evicted_at])
+        visible: npt.NDArray[np.int64] = self.prompt_length + steps - np.cumsum(gone, axis=1)[:, :-1]
+        return visible
+
+    @property
+    def attended_pairs(self) -> int:
+        """Sum over steps, layers and KV heads of ``|V_t|``, or of ``|S_t|`` under a selection (WG-KV Fig. 2b)."""
+        groups = self.plan.groups
+        pairs = len(groups.layers) * groups.num_kv_heads
+        if self.outcome.selected is not None:
+            return round(float(self.outcome.selected.sum()) * pairs)
+        return int(self.visible_sizes.sum()) * (pairs // groups.count)
+
+    @property
+    def cache_size(self) -> float:
+        """``|V_t| / (L0 + t)``, averaged over groups and steps: 1 for the full cache (WG-KV's normalised size)."""
+        return float((self.visible_sizes / (self.prompt_length + np.arange(1, self.num_steps + 1))).mean())
+
+    @property
+    def admitted(self) -> float | None:
+        """Share of what left the local window that was promoted; None without a window, or where nothing left it."""
+        admission = self.plan.admission
+        left = 0 if admission is None else admission.leaving(self.prompt_length, self.num_steps) + 1
+        return None if admission is None or left < 1 else float(admission.admitted[:, :left].mean())
 
     @property
     def kv_bytes(self) -> int | None:
@@ -197,6 +237,9 @@ class Result:
             "oracle_gap": self.oracle_gap,
             "triggers": self.triggers,
             "removed_of_seen": self.removed_of_seen,
+            "attended_pairs": self.attended_pairs,
+            "cache_size": self.cache_size,
+            "admitted": self.admitted,
             "budget_of_mean_length": self.budget / (self.prompt_length + (self.num_steps + 1) / 2),
             "kv_bytes": self.kv_bytes,
             "mode": self.mode,

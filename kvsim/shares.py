@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-__all__ = ["whole_tokens"]
+__all__ = ["share_of", "whole_tokens"]
 
 
 def whole_tokens(shares: Sequence[Fraction]) -> list[int]:
@@ -31,3 +31,8 @@ def whole_tokens(shares: Sequence[Fraction]) -> list[int]:
         tokens[tokens.index(max(tokens))] -= 1
         tokens[tokens.index(0)] += 1
     return tokens
+
+
+def share_of(share: float, count: int) -> int:
+    """Give ``floor(share * count)`` in exact decimal arithmetic: 0.3 of 10 is 3."""
+    return math.floor(Fraction(str(share)) * count)

@@ -25,7 +25,14 @@ DEFAULT = "ema:0.8"
 AS_HEAD = "(as the head says)"
 
 _REGISTRIES: dict[str, dict[str, Any]] = {"head": HEADS, "score": SCORERS}
-_FREE = {"budget": "10% or 64", "protect": "sink:4+recent:32", "when": "every, prefill, overflow:10%", "refresh": "4"}
+_FREE = {
+    "budget": "10% or 64",
+    "protect": "sink:4+recent:32",
+    "when": "every, prefill, overflow:10%",
+    "refresh": "4",
+    "admit": "local:window=32,sink=4",
+    "select": "quest:64",
+}
 assert {*_FREE, "score", "group"} == {*AXES}, "an axis without a field in the builder"
 
 

@@ -147,7 +147,7 @@ def _retention(request: Request) -> "Chart":
             raise KvsimError("--both draws the shadow mode too; leave --shadow out")
         results += request.results(policies, shadow=True)
     if request.raw:
-        raws = [Policy(parse("ema:0,over=step").head, group=p.expand().group, budget=p.budget) for p in policies]
+        raws = [Policy(parse("ema:0,over=step").head, group=p.group_kind, budget=p.budget) for p in policies]
         own = dict.fromkeys(raw.with_budget(request.budget) for raw in raws)
         results = request.results([*own], shadow=True) + results
     sort: Any = request.sort or "position"

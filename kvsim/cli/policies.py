@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from kvsim.admissions import ADMISSIONS
 from kvsim.cli.folding import PolicyText
 from kvsim.cli.options import AsJson
 from kvsim.cli.output import print_json, print_table, say
@@ -17,25 +18,38 @@ from kvsim.grammar import format_part
 from kvsim.head import HEADS, Preset
 from kvsim.policy import AXES, parse
 from kvsim.scorers import SCORERS
+from kvsim.selections import SELECTIONS
 
 __all__ = ["policies"]
+
+REGISTRIES: dict[str, dict[str, Any]] = {
+    "rule": HEADS,
+    "scorer": SCORERS,
+    "admission": ADMISSIONS,
+    "selection": SELECTIONS,
+}
+"""What may be explained by its name, and what it is called; a preset is in the first one too."""
 
 
 def policies(
     name: Annotated[
-        str | None, typer.Argument(help="A policy, scorer, axis or argument, or a whole policy string.")
+        str | None,
+        typer.Argument(help="A policy, scorer, admission, selection, axis or argument, or a whole policy string."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the policies, scorers and axes, or explain one: its arguments, its source, and what a preset expands to."""
+    """List policies, scorers, admissions, selections and axes, or explain one.
+
+    Its arguments, its source, and what a preset expands to.
+    """
     if name is None:
-        entries = [_entry(cls) for cls in [*_sorted(HEADS), *_sorted(SCORERS)]]
+        entries = [_entry(cls) for cls in _classes()]
         if as_json:
             print_json({"policies": entries, "axes": [_axis_entry(axis) for axis in AXES]})
         else:
             _print_list(entries)
         return
-    entries = [_entry(registry[name]) for registry in (HEADS, SCORERS) if name in registry]
+    entries = [_entry(registry[name]) for registry in REGISTRIES.values() if name in registry]
     if name in AXES:
         entries.append(_axis_entry(name))
     elif not entries and (":" in name or "/" in name):
@@ -44,7 +58,8 @@ def policies(
     elif not entries:
         entries = _argument_entries(name)
     if not entries:
-        raise unknown_name("policy, scorer, axis or argument", name, {*HEADS, *SCORERS, *AXES, *_arguments()})
+        known = {*AXES, *_arguments()}.union(*REGISTRIES.values())
+        raise unknown_name("policy, scorer, admission, selection, axis or argument", name, known)
     if as_json:
         print_json(entries[0] if len(entries) == 1 else {"entries": entries})
         return
@@ -65,16 +80,16 @@ def _axis_entry(name: str) -> dict[str, Any]:
 
 
 def _arguments() -> dict[str, list[type[Any]]]:
-    """Give the policies and scorers that have each argument."""
+    """Give the policies, scorers, admissions and selections that have each argument."""
     owners: dict[str, list[type[Any]]] = {}
-    for cls in [*_sorted(HEADS), *_sorted(SCORERS)]:
+    for cls in _classes():
         for one in dataclasses.fields(cls):
             owners.setdefault(one.name, []).append(cls)
     return owners
 
 
 def _argument_entries(name: str) -> list[dict[str, Any]]:
-    """Explain an argument in the words of each policy and scorer that has it."""
+    """Explain an argument in the words of everything that has it."""
     entries = []
     for cls in _arguments().get(name, []):
         of = _entry(cls)
@@ -95,8 +110,8 @@ def _about(doc: str, name: str) -> str:
     return "\n".join([lines[first], *rest])
 
 
-def _sorted(registry: dict[str, Any]) -> list[Any]:
-    return [registry[name] for name in sorted(registry)]
+def _classes() -> list[Any]:
+    return [registry[name] for registry in REGISTRIES.values() for name in sorted(registry)]
 
 
 def _entry(cls: type[Any]) -> dict[str, Any]:
@@ -107,7 +122,7 @@ def _entry(cls: type[Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {
         "name": cls.name,
-        "kind": "preset" if is_preset else "scorer" if cls in SCORERS.values() else "rule",
+        "kind": "preset" if is_preset else next(kind for kind, own in REGISTRIES.items() if cls in own.values()),
         "summary": (inspect.getdoc(cls) or "").partition("\n")[0],
         "doc": inspect.getdoc(cls) or "",
         "arguments": {f.name: str(getattr(hints[f.name], "__name__", hints[f.name])) for f in fields},
@@ -117,7 +132,14 @@ def _entry(cls: type[Any]) -> dict[str, Any]:
 
 
 def _print_list(entries: list[dict[str, Any]]) -> None:
-    for kind, title in (("rule", "rules"), ("preset", "presets"), ("scorer", "scorers (score=…)")):
+    titles = {
+        "rule": "rules",
+        "preset": "presets",
+        "scorer": "scorers (score=…)",
+        "admission": "admissions (admit=…)",
+        "selection": "selections (select=…)",
+    }
+    for kind, title in titles.items():
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
         table.add_column("name", no_wrap=True)
         if kind == "preset":

@@ -40,6 +40,8 @@ __all__ = ["replay"]
 COLUMNS = {
     "budget": "B",
     "retained": "held",
+    "cache_size": "cache\nsize",
+    "admitted": "admit-\nted",
     "kept_mass": "kept\nmass",
     "oracle_bound": "upper\nbound",
     "oracle_gap": "gap to\nbound",
@@ -161,12 +163,18 @@ def _print_table(trace: Trace, policies: list[Policy], results: list[Result], bu
         notes.append(budget_note(budget))
     if any(result.approximate for result in results):
         notes.append("~ scores are head means, not renormalised over what is visible: approximate")
+    if any(result.plan.admission for result in results):
+        notes.append("admission acts on the prompt too, whose hidden states a replay leaves as they were recorded")
+    if any(result.plan.selection for result in results):
+        notes.append("select: kept mass and output error are those of what is read")
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     table.add_column("policy", overflow="fold", min_width=16)
     rows = [result.summary() for result in results]
     shown = [name for name in COLUMNS if any(row[name] is not None for row in rows)]
     if all(abs(row["retained"] - row["budget"]) < 1 for row in rows):
         shown.remove("retained")
+    if not any(result.plan.admission for result in results):
+        shown.remove("cache_size")
     for name in shown:
         table.add_column(COLUMNS[name], justify="right", no_wrap=True, vertical="bottom")
     for policy, row in zip(policies, rows, strict=True):

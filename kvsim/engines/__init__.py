@@ -9,6 +9,7 @@ from kvsim_traces import Trace
 from kvsim.engines.outcome import Mode, Outcome, Progress
 from kvsim.errors import unknown_name
 from kvsim.plan import Plan
+from kvsim.selecting import selected
 
 __all__ = ["DEFAULT_ENGINE", "ENGINES", "Engine", "Outcome", "get_engine"]
 
@@ -37,7 +38,7 @@ DEFAULT_ENGINE = "cpu"
 
 
 def get_engine(name: str) -> Engine:
-    """Look an engine up by name.
+    """Look an engine up by name; what plans select is worked out here, the same way for all of them.
 
     Raises
     ------
@@ -51,5 +52,21 @@ def get_engine(name: str) -> Engine:
     module = importlib.import_module(ENGINES[name])
     if hasattr(module, "check"):
         module.check()
-    engine: Engine = module.run_many
-    return engine
+    run_many: Engine = module.run_many
+
+    def run(
+        trace: Trace,
+        plans: Sequence[Plan],
+        *,
+        shadow: bool = False,
+        raw: bool = True,
+        mode: Mode = "exact",
+        progress: Progress | None = None,
+    ) -> list[Outcome]:
+        outcomes = run_many(trace, plans, shadow=shadow, raw=raw, mode=mode, progress=progress)
+        return [
+            outcome if plan.selection is None else selected(trace, plan, outcome, raw=raw)
+            for plan, outcome in zip(plans, outcomes, strict=True)
+        ]
+
+    return run

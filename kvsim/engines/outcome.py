@@ -17,7 +17,7 @@ Progress = Callable[[int, int], None]
 
 METRICS = {
     "kept_mass": "attention that step t's query could still see, averaged over a group's layers and heads",
-    "churn": "1 - Jaccard of the retained sets of two successive steps",
+    "churn": "1 - Jaccard of the retained sets of two successive steps (0 if both are empty)",
     "raw_churn": "1 - Jaccard of the raw top-B sets of two successive steps",
     "raw_agreement": "Jaccard of the raw top-B set and the retained set",
     "raw_top_evicted": "share of the raw top-B set that is not retained",
@@ -43,8 +43,11 @@ class Outcome:
         [T, G, L0+T]: the set of every step; shadow sets can return.
     metrics : dict of str to array
         [T] float64 for each name of `METRICS`; NaN where a metric is not defined (churn at step 1).
+    selected : array or None
+        [T] positions that a KV head reads, ``|S_t|``, averaged over layers and KV heads; None without a selection.
     """
 
     evicted_at: npt.NDArray[np.int32] | None
     retained: npt.NDArray[np.bool_] | None
     metrics: dict[str, npt.NDArray[np.float64]]
+    selected: npt.NDArray[np.float64] | None = None

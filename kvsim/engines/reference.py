@@ -119,7 +119,8 @@ def rows_of(trace: Trace, plan: Plan, t: int) -> FloatArray:
 
 
 def _churn(now: BoolArray, before: BoolArray) -> float:
-    return 1 - float((now & before).sum() / (now | before).sum())
+    either = (now | before).sum()
+    return 1 - float((now & before).sum() / either) if either else 0.0
 
 
 def _values(trace: Trace, plan: Plan) -> FloatArray:

@@ -83,9 +83,17 @@ class Stepper:
         self._updates = 0
         self._guarded = np.zeros((groups, positions), dtype=np.bool_)
         self._peak = np.zeros((groups, positions))
-        if plan.evicts[0] and not shadow:
+        if shadow:
+            plan.check_shadow()
+            return
+        if plan.admission is not None:
+            refused = ~plan.admission.admitted[:, : max(0, plan.admission.leaving(prompt, 0))]
+            self._refuse(refused, 0)
+        if plan.evicts[0]:
             for g in range(groups):
-                self._evict(g, 0, np.arange(prompt), plan.target(g, prompt, 0))
+                visible = np.flatnonzero(self.retained[g])
+                self._evict(g, 0, visible, plan.target(g, visible.size, 0))
+        self._move_window(0)
 
     def copy(self) -> "Stepper":
         """Give a stepper that goes its own way from here."""
@@ -103,7 +111,7 @@ class Stepper:
         return marks
 
     def step(self, t: int, rows: FloatArray) -> Step:
-        """Score step t (from 1), update the states, evict.
+        """Score step t (from 1), update the states, evict, move the local window on.
 
         Parameters
         ----------
@@ -131,15 +139,17 @@ class Stepper:
                     self.state[g, n - 1] = self.state[g, seen[g][:-1]].mean()
         ties, margins = np.zeros(groups, dtype=np.int64), np.full(groups, np.inf)
         for g in range(groups):
-            over = seen[g].size > plan.budgets[g]
+            stay = plan.target(g, seen[g].size, t)
+            over = seen[g].size > stay
             if over and (self.shadow or plan.evicts[t]):
                 self._rescue(g, seen[g])
             if self.shadow:
                 ties[g], margins[g] = self._keep(g, seen[g], int(plan.budgets[g]))
             elif plan.evicts[t] and over:
-                ties[g], margins[g] = self._evict(g, t, seen[g], plan.target(g, seen[g].size, t))
+                ties[g], margins[g] = self._evict(g, t, seen[g], stay)
             else:
                 self.retained[g] = marks[g]
+        self._move_window(t)
         return Step(marks, before, ties, margins)
 
     def _scores(self, g: int, t: int, rows: FloatArray, visible: npt.NDArray[np.intp]) -> FloatArray:
@@ -175,6 +185,20 @@ class Stepper:
         cut = self._keep(g, visible, stay)
         self.evicted_at[g, visible[~self.retained[g, visible]]] = t
         return cut
+
+    def _move_window(self, t: int) -> None:
+        """Promote the position that leaves the local window after step t, or let it go."""
+        admission = self.plan.admission
+        if admission is not None and (place := admission.leaving(self.prompt, t)) >= 0:
+            refused = np.zeros((self.plan.groups.count, place + 1), dtype=np.bool_)
+            refused[:, place] = ~admission.admitted[:, place]
+            self._refuse(refused, t)
+
+    def _refuse(self, refused: BoolArray, t: int) -> None:
+        """Let go of marked positions, [G, n]."""
+        n = refused.shape[1]
+        self.retained[:, :n] &= ~refused
+        self.evicted_at[:, :n][refused] = t
 
     def _keep(self, g: int, visible: npt.NDArray[np.intp], stay: int) -> tuple[int, float]:
         """Retain `stay` of `visible`: protected first, then by float32 rank, then the newest; give ties and margin."""

@@ -175,7 +175,7 @@ def live_policy(policy: Policy) -> Policy:
     PolicyError
         If it cannot.
     """
-    if policy.expand().head.needs_future:
+    if policy.needs_future:
         raise PolicyError(f"{policy}: reads what later queries attend to; it can be replayed, not run live")
     return policy
 

@@ -36,10 +36,10 @@ class Oracle(Rule):
 
     def plan(self, context: Context) -> Plan:
         """See `Rule.plan`."""
-        fixed = {"score": Attention(), "refresh": 1, "protect": Protect(), "when": When()}
+        fixed = {"score": Attention(), "refresh": 1, "protect": Protect(), "when": When(), "admit": None}
         for axis, value in fixed.items():
             if (given := getattr(context, axis)) != value:
-                reads = f"{axis}={given.name if axis == 'score' else given}"
+                reads = f"{axis}={given.name if axis in ('score', 'admit') else given}"
                 raise PolicyError(
                     f"{context.policy}: 'oracle' maximises the kept mass over all steps; it does not take {reads} "
                     "(only group= and budget=)"

@@ -50,6 +50,8 @@ def run(
     measure : bool
         Whether the fast mode computes the kept mass where nothing else needs it.
     """
+    if shadow:
+        plan.check_shadow()
     plan = settle(trace, plan, shadow=shadow)
     rows = token_rows(trace)
     groups, steps, positions = plan.groups, trace.num_steps, trace.num_positions
@@ -89,6 +91,9 @@ def run(
                 history_of_scores,
                 plan.pool,
                 plan.batch,
+                np.empty(0, np.int64) if plan.targets is None else plan.targets[g],
+                0 if plan.admission is None else plan.admission.window,
+                np.empty(0, np.bool_) if plan.admission is None else plan.admission.admitted[g],
                 0 if plan.rescue is None else int(plan.rescue[g]),
                 _units(plan, g),
                 0.0 if mixed is None else mixed.mix,
@@ -155,7 +160,7 @@ def is_plain(plan: Plan) -> bool:
     score = plan.score
     weighted = score.weight is not None or score.entropy or score.pivotal or score.signed or score.heads == "max"
     ranked = plan.window or plan.pool > 1 or plan.batch or plan.rescue is not None or score.redundancy is not None
-    return score.kind == "attention" and not (weighted or ranked)
+    return score.kind == "attention" and plan.admission is None and not (weighted or ranked)
 
 
 def _fits_one_pass(plan: Plan) -> bool:

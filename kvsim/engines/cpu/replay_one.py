@@ -203,8 +203,10 @@ def _ranked(m, pos, n, pool, n_sink, n_recent, mix, sums, guarded, rank, repeate
 
 
 @numba.njit(cache=True, nogil=True)
-def _target(n, budget, batch):
-    """Give how many of n positions stay; see `kvsim.plan.Plan.target`."""
+def _target(n, budget, batch, targets, t):
+    """Give how many of n positions stay after step t; see `kvsim.plan.Plan.target`."""
+    if targets.size > 0:
+        return targets[t]
     if batch == 0:
         return min(budget, n)
     while n > budget:
@@ -234,6 +236,22 @@ def compact(m, pos, n, drop, evicted_at, step):
             m[k] = m[j]
             k += 1
     return k
+
+
+@numba.njit(cache=True, nogil=True)
+def _refused(place, admitted):
+    """Whether the position that leaves the local window is let go; the window's are all there, in the last places."""
+    return place >= 0 and not admitted[place]
+
+
+@numba.njit(cache=True, nogil=True)
+def _let_go(m, pos, n, j, evicted_at, step):
+    """Take out the j-th of n positions; give the new length."""
+    evicted_at[pos[j]] = step
+    for k in range(j, n - 1):
+        pos[k] = pos[k + 1]
+        m[k] = m[k + 1]
+    return n - 1
 
 
 @numba.njit(cache=True, nogil=True)
@@ -268,6 +286,9 @@ def replay_group(
     ring,
     pool,
     batch,
+    targets,
+    local,
+    admitted,
     rescue,
     units,
     mix,
@@ -284,9 +305,10 @@ def replay_group(
 
     Rows of step t start at ``bases[t]`` of `data`, position i's ``depth * heads`` elements at ``i * stride`` from
     there. `weight` is [K, heads, L], `static` [K, L], `vectors` [K, kv heads, L, d] (unit keys for the cosine),
-    `queries` [T, K, kv heads, d], `ring` [window, L] is overwritten, `units` [K * kv heads, L, d] are the unit keys of
-    the redundancy; those not needed are empty. In shadow mode all positions are ranked, `history` [T, L] receives the
-    sets, and `evicted_at` stays untouched.
+    `queries` [T, K, kv heads, d], `ring` [window, L] is overwritten, `targets` is [T + 1], `local` the size of the
+    local window (0 for none), `admitted` [L], `units` [K * kv heads, L, d] are the unit keys of the redundancy; those
+    not needed are empty. In shadow mode all positions are ranked, `history` [T, L] receives the sets, and
+    `evicted_at` stays untouched.
     """
     steps = bases.size
     total = prompt + steps
@@ -304,17 +326,24 @@ def replay_group(
     repeated, lost, included = np.empty(redundant[1]), np.empty(redundant[1], np.int64), 0
     peak, guarded = np.zeros(total if rescue else 0), np.zeros(total if rescue else 0, np.bool_)
     rescued = rescue == 0
-    n = prompt
-    for j in range(n):
-        pos[j] = j
-        m[j] = m0[j]
+    n = 0
+    for j in range(prompt):
+        if local > 0 and j < prompt - local and not admitted[j]:
+            evicted_at[j] = 0
+        else:
+            pos[n] = j
+            m[n] = m0[j]
+            n += 1
 
-    if evicts[0] and n > budget and not shadow:
+    stay = _target(n, budget, batch, targets, 0)
+    if evicts[0] and n > stay and not shadow:
         if units.size:
             recompute(units, threshold, pos, n, sums, last, spared)
         ranked = _ranked(m, pos, n, pool, n_sink, n_recent, mix, sums, guarded, rank, repeated)
-        drop_lowest(ranked, pos, n, _target(n, budget, batch), n_sink, n_recent, keys, scratch, drop)
+        drop_lowest(ranked, pos, n, stay, n_sink, n_recent, keys, scratch, drop)
         n = compact(m, pos, n, drop, evicted_at, 0)
+    if local > 0 and _refused(prompt - local, admitted):
+        n = _let_go(m, pos, n, n - local, evicted_at, 0)
 
     size, updates = n, 0
     for t in range(steps):
@@ -372,8 +401,9 @@ def replay_group(
                 prefetch(data, bases[t + 1] + pos[j] * stride)
 
         ties[t] = 0
-        ranks = shadow or (evicts[t + 1] and n > budget)
-        if ranks and not rescued and n > budget:
+        stay = budget if shadow else _target(n, budget, batch, targets, t + 1)
+        ranks = shadow or (evicts[t + 1] and n > stay)
+        if ranks and not rescued and n > stay:
             _rescue(peak, rescue, pos, n, n_sink, n_recent, keys, scratch, drop, rank, guarded)
             rescued = True
         ranked = m
@@ -396,7 +426,6 @@ def replay_group(
         else:
             before, gone, newest_gone = n - 1, 0, False
             if ranks:
-                stay = _target(n, budget, batch)
                 gone, ties[t] = drop_lowest(ranked, pos, n, stay, n_sink, n_recent, keys, scratch, drop)
                 newest_gone = drop[n - 1]
                 if units.size:
@@ -405,7 +434,16 @@ def replay_group(
                 if units.size:
                     forget(units, threshold, pos, n, lost[:gone], sums, last, spared)
                 included = n
+            if local > 0 and _refused(prompt + t + 1 - local, admitted):
+                lost[:1] = prompt + t + 1 - local
+                known = included > n - local
+                n = _let_go(m, pos, n, n - local, evicted_at, t + 1)
+                if known and units.size:
+                    included -= 1
+                    forget(units, threshold, pos, included, lost[:1], sums, last, spared)
+                gone, newest_gone = gone + 1, local == 1
             both = before - gone + newest_gone
-            churn[t] = 1.0 - both / (before + (not newest_gone))
+            either = before + (not newest_gone)
+            churn[t] = 1.0 - both / either if either > 0 else 0.0
             size = n
         retained[t] = size

@@ -62,6 +62,8 @@ def refusal(plan: Plan) -> str | None:
     """Say why the kernels cannot run a plan, None if they can."""
     if plan.control is not None:
         return "its control decides between steps in Python"
+    if plan.admission is not None:
+        return "its kernels know no local window (admit=)"
     if plan.score.redundancy is not None:
         return "its ranking compares all pairs of visible keys"
     return None
