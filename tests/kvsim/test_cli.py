@@ -196,6 +196,10 @@ def test_policies_lists_and_explains():
     assert "Eq. 4" in run("policies", "ema").stdout
     assert "cumulative:start=prompt/group=head" in run("policies", "h2o/budget=10%").stdout
     assert "overflow:P%" in run("policies", "when").stdout
+    assert "local window" in run("policies", "admit").stdout
+    assert "wgkv (admission)" in run("policies", "wgkv").stdout
+    assert "quest (selection)" in run("policies", "quest").stdout
+    assert "sink (argument of the admission local)" in run("policies", "sink").stdout
     both = run("policies", "keydiff").stdout
     assert "(preset)" in both
     assert "(scorer)" in both
@@ -307,3 +311,24 @@ def test_a_table_folds_a_policy_between_its_axes(trace, monkeypatch):
     assert len(own) > 1
     assert "".join(own) == policy
     assert all(piece.startswith(("ema", "/")) for piece in own)
+
+
+def test_replay_says_what_it_cannot_see_of_admission(trace):
+    words = ["replay", "--trace", trace.path, "-q", "--budget", 8, "--policy", "ema:0.8"]
+    plain = run(*words).stdout
+    assert "admission" not in plain
+    assert "cache" not in plain
+    admitting = run(*words, "--policy", "tova/admit=local:window=4,sink=2", "--policy", "full/select=topk:4").stdout
+    assert "admission acts on the prompt too, whose hidden states a replay leaves as they were recorded" in admitting
+    assert "select: kept mass and output error are those of what is read" in admitting
+    for word in ("cache", "admit-"):
+        assert word in admitting
+    (row,) = json.loads(run(*words[:-2], "--policy", "full/admit=random:0.5,window=4", "--json").stdout)["results"]
+    assert row["triggers"] == 0
+    assert row["group"] == "head"
+    assert 0 < row["cache_size"] < 1
+    assert 0 < row["admitted"] < 1
+    assert "no meaning there" in run(*words, "--policy", "full/admit=local:window=4", "--shadow", code=2).stderr
+    error = run(*words, "--policy", "full/admit=wgkv:none.safetensors", code=2).stderr
+    assert error.startswith("kvsim: error: full/admit=wgkv:none.safetensors: none.safetensors: no such file")
+    assert error.count("\n") == 1

@@ -8,7 +8,7 @@ import google_crc32c
 import numba
 import numpy as np
 import pytest
-from cases import NEEDS_HEADS, NEEDS_KEYS, POLICIES, write_trace
+from cases import ADMITTING, NEEDS_HEADS, NEEDS_KEYS, POLICIES, write_trace
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,6 +89,9 @@ def traces(tmp_path_factory):
 def test_many_policies_in_one_pass_equal_each_alone(traces, kind, mode):
     trace = traces[kind]
     texts = [p for p in POLICIES if kind != "scores" or p not in NEEDS_HEADS + NEEDS_KEYS]
+    if kind != "scores":
+        # What each selects is worked out after the engine.
+        texts += [p for p in ADMITTING if "{" not in p]
     texts += [f"ema:{alpha}/budget={budget}" for alpha in (0.1, 0.7, 0.97) for budget in (8, 20, 200)]
     plans = [kvsim.parse(p).with_budget(kvsim.Budget(9)).plan(trace) for p in texts]
     together = cpu.run_many(trace, plans, mode=mode)

@@ -106,13 +106,24 @@ def test_analyses(tmp_path, name, words, options, recording):
     assert run("analyze", name, *words, *where, *budgets[0])[0] == codes[0]
 
 
+EDGES = [
+    "full/admit=random:0,window=1",
+    "ema:0.8/admit=local:window=1,sink=1",
+    "cumulative/when=overflow/admit=random:0.5,window=1",
+    "full/admit=oracle:0.5,window=2/select=quest:16",
+    "single/select=topk:1",
+    "ema:0.8/when=overflow/select=quest:16",
+]
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("recording", RECORDINGS)
 def test_replays(tmp_path, recording, budget):
     """Every policy of the shared list: numbers, or a refusal."""
     trace = RECORDINGS[recording](tmp_path / "t")
     ran = 0
-    for text in POLICIES:
+    texts = [*POLICIES, *EDGES]
+    for text in texts:
         try:
             result = kvsim.replay(trace, text, budget=budget)
         except (kvsim.KvsimError, kvsim.TraceError):
@@ -122,7 +133,7 @@ def test_replays(tmp_path, recording, budget):
         assert 0 <= result.summary()["kept_mass"] <= 1 + 2e-3
         for column in result.steps:
             assert column.is_finite().all()
-    assert ran == len(POLICIES) or recording != "usual" or budget == 1
+    assert ran == len(texts) or recording != "usual" or budget == 1
     assert ran > 20
     words = [word for method in oracle.METHODS for word in ("--policy", f"oracle:{method}")]
     assert run("replay", "--trace", trace.path, "--budget", budget, *words)[0] == 0

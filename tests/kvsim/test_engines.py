@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import CPU_ENGINES, NEEDS_HEADS, NEEDS_KEYS, POLICIES, write_trace
+from cases import ADMITTING, CPU_ENGINES, NEEDS_HEADS, NEEDS_KEYS, POLICIES, SELECTING, named, write_trace
 
 import kvsim
 
@@ -59,3 +59,17 @@ def test_equals_the_reference(traces, engine, policy, kind, shadow):
         assert np.array_equal(want.evicted_at, got.evicted_at)
     for name, column in want.outcome.metrics.items():
         np.testing.assert_allclose(got.outcome.metrics[name], column, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["heads", "qkv", "long", "wide"])
+@pytest.mark.parametrize("policy", ADMITTING + SELECTING)
+@pytest.mark.parametrize("engine", OTHERS)
+def test_admission_and_selection_equal_the_reference(traces, engine, policy, kind):
+    text = named(policy, traces[kind])
+    want, got = (
+        kvsim.replay(traces[kind], text, budget=10, engine=e, shadow_churn=False) for e in ("reference", engine)
+    )
+    assert np.array_equal(want.evicted_at, got.evicted_at)
+    for name, column in want.outcome.metrics.items():
+        np.testing.assert_allclose(got.outcome.metrics[name], column, rtol=1e-9, atol=1e-12, err_msg=name)
+    assert want.summary()["attended_pairs"] == got.summary()["attended_pairs"]

@@ -45,8 +45,9 @@ def test_a_policy_that_keeps_the_wrong_ones_is_below_every_draw(trace):
 
 def test_draws_are_replays_of_random_at_equal_group_budget_and_moment(trace):
     texts = ["ema:0.8", "tova/budget=5", "knorm/when=prefill", "ema:0.8/when=overflow:40%"]
+    texts += ["tova/admit=random:0.5,window=3/select=topk:4"]
     rivals = ["random:{}", "random:{}/group=layer/budget=5", "random:{}/group=head/when=prefill"]
-    rivals += ["random:{}/when=overflow:40%"]
+    rivals += ["random:{}/when=overflow:40%", "random:{}/admit=random:0.5,window=3/select=topk:4"]
     found = random_floor(kvsim.replay_many(trace, texts, budget=8), trace, seeds=4)
     for one, rival in zip(found, rivals, strict=True):
         played = kvsim.replay_many(trace, [rival.format(seed) for seed in range(4)], budget=8)

@@ -26,7 +26,22 @@ RULES = [
     "streaming:4",
     "random:7",
 ]
-WITH_HEADS = ["h2o", "keydiff", "knorm", "ema:0.8/group=head", "snapkv:16", "scissorhands:16"]
+WITH_HEADS = [
+    "h2o",
+    "keydiff",
+    "knorm",
+    "ema:0.8/group=head",
+    "snapkv:16",
+    "scissorhands:16",
+    "full/admit=local:window=16,sink=4",
+    "full/admit=random:0.25,window=16",
+    "full/admit=oracle:0.25,window=16",
+    "ema:0.8/admit=random:0.5,window=5",
+    "snapkv:5,heads=max/when=overflow/admit=random:0.5,window=5",
+    "full/select=topk:16",
+    "full/select=quest:64",
+    "ema:0.8/admit=random:0.5,window=5/select=quest:32",
+]
 
 
 def measure(sample, engine):

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cases import NEEDS_HEADS, NEEDS_KEYS, POLICIES, write_trace
+from cases import ADMITTING, NEEDS_HEADS, NEEDS_KEYS, POLICIES, named, write_trace
 
 import kvsim
 from kvsim.engines import get_engine
@@ -38,6 +38,8 @@ FEW = [
     "rescue:0.5,3/when=overflow:50%",
     "random:7",
     "oracle:future",
+    "ema:0.8/select=topk:3",
+    "single/group=layer/select=quest:16",
 ]
 SHAPE = {"steps": 5, "prompt": 16, "layers": 2, "heads": 4, "kv_heads": 2}
 
@@ -175,6 +177,16 @@ def test_refuses_by_name_what_it_cannot_run(traces, policy):
     assert reason in refusal(plan)
     with pytest.raises(PolicyError, match=f"engine gpu cannot run it: .*{reason}.*; engines that can: cpu, reference"):
         get_engine("gpu")(traces["heads"], [*plans_of(traces["heads"], ["ema:0.8"]), plan])
+
+
+@pytest.mark.parametrize("policy", ADMITTING)
+def test_refuses_admission(traces, policy):
+    trace = traces["heads"]
+    plan = plans_of(trace, [named(policy, trace)], budget=9)[0]
+    if not policy.startswith("adaptive"):
+        assert "local window (admit=)" in refusal(plan)
+    with pytest.raises(PolicyError, match=r"engine gpu cannot run it: .*; engines that can: cpu, reference"):
+        get_engine("gpu")(trace, [plan])
 
 
 def test_without_a_gpu_it_says_what_it_needs(traces, monkeypatch):

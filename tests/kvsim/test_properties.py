@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 import kvsim
 
-CAUSAL_POLICIES = [p for p in POLICIES if p not in NEEDS_KEYS and not kvsim.parse(p).head.needs_future]
+CAUSAL_POLICIES = [p for p in POLICIES if p not in NEEDS_KEYS and not kvsim.parse(p).needs_future]
+CAUSAL_POLICIES += [
+    "cumulative/admit=random:0.5,window=3",
+    "ema:0.8/refresh=2/when=overflow:30%/admit=random:0.7,window=2",
+    "full/admit=local:window=1,sink=2",
+]
 PERMUTABLE = ["single", "cumulative", "ema:0.8", "ema:0.8,over=step", "ema:0.6/group=layer", "ema:0.8/refresh=first"]
 
 shapes = st.fixed_dictionaries(

@@ -85,6 +85,9 @@ def test_every_policy_string_in_the_readme_parses():
     block = re.search(r"### Policies\n\n```\n(.*?)```", README, re.DOTALL)[1]
     words = [word for word in block.split() if re.match(r"^[a-z0-9]+[:/]", word) or word in ("tova", "h2o", "knorm")]
     assert len(words) > 8
+    block = re.search(r"### Admission and selection\n\n```\n(.*?)```", README, re.DOTALL)[1]
+    words += [word for word in block.split() if re.match(r"^[a-z0-9:.=,]+/(admit|select|when|budget)=", word)]
+    assert sum("/admit=" in word for word in words) > 6
     for word in words:
         kvsim.parse(word)
 

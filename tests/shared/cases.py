@@ -1,5 +1,6 @@
 """The shared case list: every engine and kernel is compared with the reference on these."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from kvsim_traces import Trace, TraceWriter, open_trace
 from kvsim_traces.manifest import LayerInfo, Manifest
 
 from kvsim.engines import ENGINES
+from kvsim.write_gate import WriteGate, save_gate
 
 CPU_ENGINES = sorted(set(ENGINES) - {"gpu"})
 """Engines that run every policy on any machine; test_gpu_engine.py has the other one run those that it can."""
@@ -104,6 +106,47 @@ POLICIES = [
     "oracle:bound/group=head/budget=10%",
 ]
 
+# One line for each admission and selection, and what they are combined with; {gate} and {heads} are files, see `named`.
+ADMITTING = [
+    "full/admit=local:window=5,sink=3",
+    "full/admit=local:window=1,sink=0",
+    "full/admit=local:window=5000,sink=0",
+    "full/admit=random:0.25,window=4",
+    "full/admit=random:0.4,seed=3,window=1",
+    "full/admit=oracle:0.25,window=5",
+    "full/admit=wgkv:{gate},tau=0.5",
+    "full/admit=wgkv:{gate},tau=0,window=3",
+    "full/admit=wgkv:{gate},tau=1.5,window=3",
+    "full/admit=duo:{heads},window=4,sink=2",
+    "full/admit=duo:{heads},window=4,sink=0,share=0.5",
+    "full/admit=duo:{heads}",
+    "ema:0.8/admit=random:0.5,window=4",
+    "tova/admit=local:window=1,sink=9",
+    "single/refresh=3/admit=wgkv:{gate},window=2",
+    "cumulative/score=keydiff/protect=sink:1+recent:2/admit=random:0.6,seed=1,window=3",
+    "window:3,pool=3/admit=random:0.5,seed=2,window=2",
+    "snapkv:3/admit=duo:{heads},window=2,sink=4",
+    "snapkv:3,heads=max/when=overflow/admit=random:0.5,window=4",
+    "cumulative:start=prompt/when=overflow:40%/admit=random:0.3,seed=4,window=4",
+    "ema:0.5/when=overflow:1%/admit=duo:{heads},window=3,sink=0",
+    "rkv:3,kernel=1,mix=0.5/admit=random:0.5,seed=5,window=2",
+    "rkv:2,kernel=1,mix=0.5/when=overflow:40%/admit=random:0.5,seed=5,window=3",
+    "rescue:0.6,40/admit=random:0.5,seed=6,window=1",
+    "rescue:0.5,20/when=overflow:50%/admit=random:0.5,window=2",
+    "adaptive:tracking,over=step/admit=random:0.5,window=2",
+    "random:7/admit=random:0.5,window=2",
+]
+SELECTING = [
+    "full/select=topk:6",
+    "full/select=quest:32",
+    "ema:0.8/select=topk:3",
+    "single/group=layer/select=quest:16",
+    "full/admit=random:0.5,window=4/select=quest:32",
+    "full/admit=local:window=1,sink=20/select=quest:16",
+    "full/admit=local:window=9,sink=20/select=topk:7",
+    "snapkv:3,heads=max/when=overflow/admit=random:0.5,window=4/select=quest:16",
+]
+
 PER_HEAD = (
     "h2o",
     "keydiff",
@@ -139,6 +182,28 @@ MODEL = {
     "config_hash": None,
     "weights_hash": None,
 }
+
+
+def named(policy: str, trace: Trace) -> str:
+    """Put files for a recording, beside it, in place of a policy's {gate} and {heads}."""
+    folder, layers, heads = trace.path.parent, trace.num_layers, trace.num_kv_heads
+    gate, heads_file = folder / f"{trace.path.name}.gate.safetensors", folder / f"{trace.path.name}.heads.json"
+    if "{gate}" in policy and not gate.exists():
+        save_gate(random_gate(layers, heads, trace.head_dim or 0), gate)
+    if "{heads}" in policy and not heads_file.exists():
+        scores = np.random.default_rng(6).random((layers, heads))
+        facts = {"model": "synthetic", "num_layers": layers, "num_kv_heads": heads, "window": 5, "sink": 3}
+        heads_file.write_text(json.dumps({**facts, "scores": scores.tolist(), "threshold": 0.5}))
+    return policy.replace("{gate}", str(gate)).replace("{heads}", str(heads_file))
+
+
+def random_gate(layers: int, kv_heads: int, head_dim: int, *, window: int = 4) -> WriteGate:
+    """Give a gate of random numbers, whose scores spread over (0, 1)."""
+    rng = np.random.default_rng(5)
+    w1, b1, w2, b2 = (
+        rng.normal(size=(layers, kv_heads, *shape)).astype(np.float32) for shape in ((8, 2 * head_dim), (8,), (8,), ())
+    )
+    return WriteGate(w1, b1, w2, b2, tuple(range(layers)), kv_heads, head_dim, window, 0.5, 0.08, "synthetic")
 
 
 def random_attention(
