@@ -6,6 +6,7 @@ from kvsim.cli.analyze.adaptive import adaptive
 from kvsim.cli.analyze.alpha import alpha
 from kvsim.cli.analyze.diff import diff
 from kvsim.cli.analyze.floor import floor
+from kvsim.cli.analyze.footprint import footprint
 from kvsim.cli.analyze.memory import memory
 from kvsim.cli.analyze.momentum import momentum
 from kvsim.cli.analyze.oracle import oracle
@@ -24,6 +25,7 @@ app.command()(adaptive)
 app.command()(alpha)
 app.command()(diff)
 app.command()(floor)
+app.command()(footprint)
 app.command()(memory)
 app.command()(momentum)
 app.command()(stability)
