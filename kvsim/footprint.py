@@ -177,6 +177,8 @@ class Footprint:
             "window": self.window,
             "tokens": int(self.tokens[-1]),
             "cache_size": float(np.mean(self.tokens / self.full)),
+            "tokens_of_a_head": float(self.tokens.mean() / self.heads),
+            "peak_tokens_of_a_head": float(max(self.tokens.max(), self.visible.max()) / self.heads),
             "logical_bytes": float(self.tokens[-1] * self.token_bytes),
             "physical_bytes": float(self.pages[-1] * page_bytes),
             "fragmentation": float(self.fragmentation[-1]),

@@ -19,7 +19,7 @@ from kvsim.held import held_counts, seen
 from kvsim.plan import FloatArray
 from kvsim.result import Result
 
-__all__ = ["N_RECENT", "N_SINK", "PARTS", "ByHead", "by_head", "kept_fraction"]
+__all__ = ["N_RECENT", "N_SINK", "PARTS", "ByHead", "by_head", "kept_fraction", "size_rows"]
 
 N_SINK, N_RECENT = 4, 64
 """Positions counted as sinks and as recent ones."""
@@ -147,6 +147,38 @@ def kept_fraction(result: Result) -> FloatArray:
     lengths = result.prompt_length + np.arange(1, result.num_steps + 1)
     fraction = held_counts(result) / lengths[:, None]
     return fraction[:, [groups.of_layer(k) for k in range(len(groups.layers))]]
+
+
+def size_rows(result: Result, step: int | None = None) -> list[dict[str, Any]]:
+    """Give one row a layer and KV head: its `kept_fraction` alone, for which no attention is read.
+
+    Parameters
+    ----------
+    result : Result
+        Of either mode.
+    step : int, optional
+        From 1; the mean over all steps by default.
+
+    Returns
+    -------
+    list of dict
+        ``trace``, ``trace_hash``, ``policy``, ``mode``, ``step``, ``layer``, ``head``, ``kept_fraction``.
+
+    Raises
+    ------
+    KvsimError
+        If there is no such step.
+    """
+    if step is not None and not 1 <= step <= result.num_steps:
+        raise KvsimError(f"{result.trace_name}: step must be from 1 to {result.num_steps}, got {step}")
+    every = kept_fraction(result)
+    fraction = every.mean(axis=0) if step is None else every[step - 1]
+    common = {"trace": result.trace_name, "trace_hash": result.trace_hash, "policy": result.policy}
+    return [
+        {**common, "mode": result.mode, "step": step, "layer": layer, "head": head, "kept_fraction": float(value)}
+        for layer, values in zip(result.plan.groups.layers, fraction, strict=True)
+        for head, value in enumerate(values)
+    ]
 
 
 def by_head(

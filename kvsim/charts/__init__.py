@@ -11,9 +11,10 @@ charts.
 
 from kvsim.charts.attending import attention_received
 from kvsim.charts.bars import decode_composition, tradeoff
-from kvsim.charts.curves import alpha_sensitivity, budget_curves, quality_cost
+from kvsim.charts.curves import alpha_sensitivity, budget_curves, quality_by_size, quality_cost
 from kvsim.charts.files import save
 from kvsim.charts.grids import needle_grid
+from kvsim.charts.growth import cache_growth, eviction_triggers
 from kvsim.charts.heads import kept_by_head, mass_by_layer
 from kvsim.charts.lines import attended_pairs, churn, kept_mass, timeline
 from kvsim.charts.loops import fidelity, prediction
@@ -31,14 +32,17 @@ from kvsim.charts.overlap import jaccard
 from kvsim.charts.pairs import rank_stability
 from kvsim.charts.rules import memory_weights, two_tokens
 from kvsim.charts.scorers import scorer_spectrum
+from kvsim.charts.utility import utility_of_tokens
 
 __all__ = [
     "alpha_sensitivity",
     "attended_pairs",
     "attention_received",
     "budget_curves",
+    "cache_growth",
     "churn",
     "decode_composition",
+    "eviction_triggers",
     "evictions",
     "fidelity",
     "in_notebooks",
@@ -51,6 +55,7 @@ __all__ = [
     "oracle_gap",
     "oracle_gap_rows",
     "prediction",
+    "quality_by_size",
     "quality_cost",
     "rank_stability",
     "reference_utility",
@@ -63,4 +68,5 @@ __all__ = [
     "timeline",
     "tradeoff",
     "two_tokens",
+    "utility_of_tokens",
 ]

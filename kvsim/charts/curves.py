@@ -1,4 +1,4 @@
-"""Charts of one number a result against a setting or a cost: alpha, budget, memory."""
+"""Charts of one number a result against a setting or a cost: alpha, budget, memory, cache size."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,13 +6,14 @@ from typing import Any
 import altair as alt
 
 from kvsim.budget import Budget
+from kvsim.charts.families import families_of
 from kvsim.charts.intake import Rows, policy_labels, rows_of, with_values
 from kvsim.charts.naming import family_of, name_of, without_budget
 from kvsim.charts.style import HEIGHT, WIDTH, Row, distinct, embed, heading, layered, number, panel_title, stacked
 from kvsim.errors import KvsimError
 from kvsim.policy import parse
 
-__all__ = ["alpha_sensitivity", "budget_curves", "quality_cost"]
+__all__ = ["alpha_sensitivity", "budget_curves", "quality_by_size", "quality_cost"]
 
 Panels = alt.VConcatChart
 
@@ -115,6 +116,42 @@ def quality_cost(rows: Rows, quality: str = "kept_mass", cost: str = "kv_bytes")
     x = number("x", name_of(cost)[1], scale=alt.Scale(type=kind, zero=False, nice=True), format="~s", tickCount=6)
     title = heading(f"{name_of(quality)[0]} against {name_of(cost)[0].lower()}", *_notes(table))
     return _panels(points, x, number("y", name_of(quality)[1]), title, "policy", name_of(cost)[1])
+
+
+def quality_by_size(rows: Rows, quality: str = "kept_mass", size: str = "cache_size") -> Panels:
+    """Draw quality against the normalised size of the cache, one line a family of policies (WG-KV Fig. 7).
+
+    Policies that differ only in numbers of what sets the size (budget, protection, overflow, admission, selection) are
+    one family, in the order of their sizes: the axis on which admission, eviction and both together compare.
+
+    Parameters
+    ----------
+    rows : rows
+        One a result: ``policy``, `quality`, `size`, ``trace``.
+    quality, size : str
+        Columns.
+
+    Raises
+    ------
+    KvsimError
+        If a column is missing.
+    """
+    table = with_values(rows_of(rows, "policy", quality, size), quality, size)
+    families = families_of(row["policy"] for row in table)
+    points = [
+        {
+            "trace": str(row.get("trace", "")),
+            "series": families[row["policy"]][0],
+            "x": float(row[size]),
+            "y": float(row[quality]),
+        }
+        for row in table
+    ]
+    x = number("x", name_of(size)[1], scale=alt.Scale(zero=False, nice=True), format=".3~p")
+    title = heading(f"{name_of(quality)[0]} against {name_of(size)[0].lower()}", *_notes(table))
+    told = "; ".join(f"{point['series']}: {point['y']:.3g} at {point['x']:.3g}" for point in points)
+    chart = _panels(points, x, number("y", name_of(quality)[1]), title, "policy", "cache size")
+    return chart.properties(description=f"{name_of(quality)[0]} against {name_of(size)[0].lower()}. {told}")
 
 
 def _keep_ratio(row: Row) -> float:

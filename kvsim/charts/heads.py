@@ -40,14 +40,14 @@ NAMES = {
 
 
 def kept_by_head(rows: Rows, column: str = "kept_fraction") -> alt.VConcatChart:
-    """Draw what each layer and KV head keeps as a map, one panel a policy (WG-KV Fig. 13).
+    """Draw what each layer and KV head keeps as a map, one panel a policy and recording (WG-KV Fig. 13).
 
     Parameters
     ----------
     rows : rows
         ``policy``, ``layer``, ``head`` (None where a recording has head means only), `column`; optional ``trace``,
-        ``mode`` and ``step``; as `kvsim.heads.ByHead.rows` gives. Where there are more than 4,800 cells, neighbouring
-        heads are averaged, and the axis says so.
+        ``mode`` and ``step``; as `kvsim.heads.ByHead.rows` and `kvsim.heads.size_rows` give. Where there are more than
+        4,800 cells, neighbouring heads are averaged, and the axis says so.
     column : {"kept_fraction", "kept_mass"}
         What to draw; darker is more. Kept fractions on a scale from 0 to 1 that spreads the low ones out, kept masses
         from below the lowest to the highest.
@@ -55,16 +55,17 @@ def kept_by_head(rows: Rows, column: str = "kept_fraction") -> alt.VConcatChart:
     Raises
     ------
     KvsimError
-        If a column is missing, there are several recordings, or too many layers and policies.
+        If a column is missing, recordings have different layers, or there are too many layers and policies.
     """
     table = with_values(rows_of(rows, "policy", "layer", "head", column), column)
-    _one_recording(table)
-    labels = policy_labels(row["policy"] for row in table)
+    labels = _panels_of(table)
     layers = sorted({row["layer"] for row in table})
+    if any({row["layer"] for row in own} != set(layers) for own in labels.values()):
+        raise KvsimError("a chart by head shows recordings of equal layers; these have different ones")
     heads = 1 + max(row["head"] or 0 for row in table)
     room = MOST_CELLS // (len(layers) * len(labels))
     if not room:
-        raise KvsimError(f"a chart holds {MOST_CELLS} cells; {len(labels)} policies x {len(layers)} layers are more")
+        raise KvsimError(f"a chart holds {MOST_CELLS} cells; {len(labels)} maps x {len(layers)} layers are more")
     size = -(-heads // min(heads, room))
     values = [row[column] for row in table]
     title, legend = name_of(column)
@@ -76,12 +77,28 @@ def kept_by_head(rows: Rows, column: str = "kept_fraction") -> alt.VConcatChart:
         high = max(*values, low + 0.01)
         fill = shades(name, [low, high], format=".2~f", values=np.linspace(low, high, 5).tolist())
     panels = []
-    for policy, label in labels.items():
-        own = [row for row in table if row["policy"] == policy]
-        named = policy == list(labels)[-1]
+    for label, own in labels.items():
+        named = label == list(labels)[-1]
         panels.append(_map(own, column, layers, size, fill, named).properties(title=panel_title(label)))
     about = f"{title.lower()}: {MEANINGS[column]}" if column in MEANINGS else ""
-    return stacked(panels, heading(f"{title} by layer and KV head", *_notes(table), about), "fill")
+    told = "; ".join(
+        f"{label}: {min(values):.3g} to {max(values):.3g}, mean {float(np.mean(values)):.3g}"
+        for label, own in labels.items()
+        if (values := [row[column] for row in own])
+    )
+    chart = stacked(panels, heading(f"{title} by layer and KV head", *_notes(table), about), "fill")
+    return chart.properties(description=f"{title} by layer and KV head. {told}")
+
+
+def _panels_of(table: list[Row]) -> dict[str, list[Row]]:
+    """Give the rows of each policy and recording, by what they are called together."""
+    policies = policy_labels(row["policy"] for row in table)
+    traces = {row.get("trace_hash") or row.get("trace") for row in table}
+    panels: dict[str, list[Row]] = {}
+    for row in table:
+        where = f", {row.get('trace')}" if len(traces) > 1 else ""
+        panels.setdefault(policies[row["policy"]] + where, []).append(row)
+    return panels
 
 
 def mass_by_layer(rows: Rows, parts: Rows) -> alt.VConcatChart:
@@ -219,4 +236,5 @@ def _notes(table: list[Row]) -> list[str]:
     told = [how[first["mode"]]] if first.get("mode") in how else []
     if "step" in first:
         told.append("mean over steps" if first["step"] is None else f"step {first['step']}")
-    return [str(first.get("trace") or ""), "; ".join(told)]
+    traces = list(dict.fromkeys(str(row.get("trace") or "") for row in table))
+    return [", ".join(traces) if len(traces) < 4 else f"{len(traces)} recordings", "; ".join(told)]

@@ -26,6 +26,7 @@ NAMES = {
     "keep_ratio": ("Budget", "budget (share of the prompt kept)"),
     "compression_ratio": ("Compression", "compression ratio (share of the prompt removed)"),
     "kv_bytes": ("Memory", "keys and values retained at the end (bytes)"),
+    "cache_size": ("Cache size", "cache size (share of the full cache, mean over steps and heads)"),
     "removed_of_seen": ("Removed", "share of all positions seen that was evicted"),
     "budget_of_mean_length": ("Budget", "budget over mean sequence length"),
     "layer": ("Layer error", "loss: wrong layers trusted"),

@@ -50,7 +50,7 @@ def chart(
     shadow: Shadow = False,
     h: Annotated[int, typer.Option("--h", metavar="STEPS", help="For tradeoff: half width of the average.")] = 8,
     step: Annotated[
-        int | None, typer.Option(metavar="T", help="For heads and layers: one step, not the mean over all.")
+        int | None, typer.Option(metavar="T", help="For heads, head-sizes and layers: one step, not the mean over all.")
     ] = None,
     bound: Annotated[
         str | None, typer.Option(metavar="NAME", help="For stability: finite (the default) or asymptotic.")
@@ -59,10 +59,14 @@ def chart(
         list[str] | None, typer.Option(metavar="SCORER", help="For spectrum: as after score=; repeatable.")
     ] = None,
     ratios: Annotated[
-        str, typer.Option(metavar="R,R,…", help="For budgets and cost: compression ratios, each the fraction REMOVED.")
+        str,
+        typer.Option(
+            metavar="R,R,…", help="For budgets, cost, budget-axis: compression ratios, each the fraction REMOVED."
+        ),
     ] = ",".join(RATIOS),
     positions: Annotated[
-        str | None, typer.Option(metavar="I-J,K,…", help="For received: the tokens, by position. For retention: I-J.")
+        str | None,
+        typer.Option(metavar="I-J,K,…", help="For received and utility: the tokens, by position. For retention: I-J."),
     ] = None,
     layer: Annotated[
         int | None, typer.Option(metavar="L", help="For received: one layer; the mean over layers by default.")
@@ -70,6 +74,9 @@ def chart(
     group: Annotated[
         int | None,
         typer.Option(metavar="G", help="One retention group, from 0. For received 0, for retention the mean of all."),
+    ] = None,
+    head: Annotated[
+        list[str] | None, typer.Option(metavar="L.H", help="For utility: a layer and a query head of it; repeatable.")
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -119,6 +126,7 @@ def chart(
             positions=positions,
             layer=layer,
             group=group,
+            heads=head or [],
             advance=advance,
         )
         drawn = KINDS[kind].draw(request)

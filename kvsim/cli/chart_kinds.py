@@ -14,7 +14,7 @@ from kvsim.errors import KvsimError, unknown_name
 from kvsim.policy import Policy, parse
 from kvsim.predictions import MEASURES
 from kvsim.ranges import read_range
-from kvsim.replay import replay_many
+from kvsim.replay import choose_budget, replay_many
 from kvsim.result import Result
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class Request:
         The layer of `received`; None for the mean over all.
     group : int or None
         The retention group of `received`, 0 by default, or of a retention map, the mean over all by default.
+    heads : list of str
+        The layers and query heads of `utility`, as `kvsim.utility.read_head` reads them.
     advance : callable
         Told (done, all).
     """
@@ -90,6 +92,7 @@ class Request:
     positions: str | None = None
     layer: int | None = None
     group: int | None = None
+    heads: list[str] = field(default_factory=list)
     advance: Progress = field(default=lambda done, total: None)
 
     def one_trace(self, kind: str) -> Trace:
@@ -347,6 +350,69 @@ def _received(request: Request) -> "Chart":
     return charts.attention_received(found, trace, layer=request.layer, fates=fates)
 
 
+def _growth(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.footprint import footprint
+
+    return charts.cache_growth([footprint(result) for result in _irreversible(request, "growth", request.chosen())])
+
+
+def _triggers(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.footprint import footprint
+
+    results = _irreversible(request, "triggers", request.chosen())
+    return charts.eviction_triggers([footprint(result).summary() for result in results])
+
+
+def _budget_axis(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.heads import kept_fraction
+
+    policies: list[Policy] = []
+    for text in request.policies:
+        policy = parse(text)
+        sweeps = policy.expand().with_budget(request.budget).budget is not None and policy.budget is None
+        ratios = request.ratios if sweeps else (None,)
+        policies += [policy.with_budget(request.budget if r is None else choose_budget(r)) for r in ratios]
+    if not policies:
+        request.chosen()
+    rows = [
+        {**result.summary(), "cache_size": float(kept_fraction(result).mean())}
+        for result in _irreversible(request, "budget-axis", list(dict.fromkeys(policies)))
+    ]
+    return charts.quality_by_size(rows, request.metric or "kept_mass")
+
+
+def _irreversible(request: Request, kind: str, policies: Sequence[Policy]) -> list[Result]:
+    if request.shadow:
+        raise KvsimError(f"{kind} draws what a cache holds; a shadow run evicts nothing: leave --shadow out")
+    return request.results(policies)
+
+
+def _head_sizes(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.heads import size_rows
+
+    results = request.results(request.chosen())
+    return charts.kept_by_head([row for result in results for row in size_rows(result, request.step)])
+
+
+def _utility(request: Request) -> "Chart":
+    from kvsim import charts
+    from kvsim.ranges import read_positions
+    from kvsim.utility import read_head, token_utility
+
+    trace = request.one_trace("utility")
+    if request.policies:
+        raise KvsimError("utility draws what the full cache's attention gives; leave --policy out")
+    if request.positions is None or not request.heads:
+        raise KvsimError("utility draws tokens and heads: name them, --positions 12,31 --head 10.19")
+    positions = read_positions(request.positions, trace.num_positions)
+    heads = [read_head(text) for text in request.heads]
+    return charts.utility_of_tokens(token_utility(trace, positions, heads, progress=request.advance), trace)
+
+
 def _fidelity(request: Request) -> "Chart":
     from kvsim import charts
     from kvsim.fidelity import read_fidelity
@@ -379,12 +445,17 @@ KINDS: dict[str, Kind] = {
     "kept-mass": Kind(_steps("kept_mass"), "kept mass over the steps"),
     "output-error": Kind(_steps("output_error"), "output error over the steps"),
     "churn": Kind(_churn, "churn with and without eviction, beside the raw top-B's"),
+    "growth": Kind(_growth, "how the cache grows and when it is cut, a panel a policy; the area is the attended pairs"),
     "attended-pairs": Kind(_attended_pairs, "attended pairs up to each step"),
     "oracle-gap": Kind(_oracle_gap, "the gap to the offline optimum up to each step"),
     "jaccard": Kind(_jaccard, "how much of the first policy's sets each other one has, over the steps"),
     "alpha": Kind(_alpha, "a metric against alpha; --metric"),
     "budgets": Kind(_budgets(None), "a metric against the budget; --metric, --ratios"),
     "cost": Kind(_budgets("kv_bytes"), "a metric against memory; --metric, --ratios"),
+    "budget-axis": Kind(
+        _budget_axis, "a metric against the cache's size, admission and eviction on one axis; --metric, --ratios"
+    ),
+    "triggers": Kind(_triggers, "cache size and how often it is cut, a bar a policy"),
     "tradeoff": Kind(_tradeoff, "what a linear rule loses to layers, lag and noise; --h"),
     "stability": Kind(_stability, "Proposition 1 beside the measured misranking, pair by pair; --bound"),
     "two-tokens": Kind(_two_tokens, "the two tokens at ranks B and B+1, their scores and a rule's state"),
@@ -394,9 +465,11 @@ KINDS: dict[str, Kind] = {
         "what each layer and KV head keeps; --step, --metric",
         metrics=("kept_fraction", "kept_mass"),
     ),
+    "head-sizes": Kind(_head_sizes, "kept fraction of each layer and KV head, of several recordings; --step"),
     "layers": Kind(_layers, "kept mass and where the attention goes, layer by layer; --step"),
     "memory": Kind(_memory, "where the weight of a linear rule's state comes from"),
     "received": Kind(_received, "the attention that chosen tokens get together; --positions, --layer, --group"),
+    "utility": Kind(_utility, "the attention that single tokens get from single heads; --positions, --head"),
     "fidelity": Kind(_fidelity, "open loops beside closed ones, with two nulls; from kvsim fidelity --out", True),
     "prediction": Kind(
         _prediction, "live scores against what replays said; from kvsim predict --out; --metric", True, tuple(MEASURES)
