@@ -56,10 +56,12 @@ class Footprint:
         [T+1] slots of one tensor a layer that is as long as the layer's longest head: what raggedness costs without
         pages (WG-KV Fig. 4).
     attended : array of int
-        [T+1] query-key pairs of step t per KV head: ``|V_t|``, or ``|S_t|`` at most under a selection; 0 at 0.
+        [T+1] query-key pairs of step t per KV head: ``|V_t|``, or ``|S_t|`` under a selection; 0 at 0.
     read : array
         [T+1] tokens that attention must load in step t: all slots of the pages, since holes and free slots lie among
-        the tokens; under a selection its tokens, and what it ranks by: two vectors a page (quest), every key (topk).
+        the tokens. Under a selection its tokens alone; `topk` must load every visible key, too, to choose them.
+    bounds : array of int
+        [T+1] pages of visible tokens that `quest` keeps the least and the largest key of; 0 without it.
     evicted, moved : array of int
         [T+1] tokens evicted after step t, without those that admission let go, and moved by compaction.
     triggered : array of int
@@ -88,6 +90,7 @@ class Footprint:
     padded: IntArray = field(repr=False)
     attended: IntArray = field(repr=False)
     read: FloatArray = field(repr=False)
+    bounds: IntArray = field(repr=False)
     evicted: IntArray = field(repr=False)
     moved: IntArray = field(repr=False)
     triggered: IntArray = field(repr=False)
@@ -123,16 +126,24 @@ class Footprint:
         """[T+1] bytes of one page table a layer and KV head, at the pages that are there while step t attends.
 
         An entry a page and a length; with ``append``, where anything is ever evicted, also one bit a slot, which says
-        whether its token is still there.
+        whether its token is still there; and the two keys of each page that `quest` ranks by.
         """
         bits = -(-self.page_size // 8) if self.layout == "append" and self.evicted.any() else 0
-        sizes: FloatArray = (self.written * (ENTRY_BYTES + bits) + self.heads * ENTRY_BYTES).astype(np.float64)
+        sizes: FloatArray = (
+            self.written * (ENTRY_BYTES + bits) + self.heads * ENTRY_BYTES + self.bounds * self.token_bytes
+        )
         return sizes
 
     @property
     def triggers(self) -> int:
         """Moments at which any head evicted anything."""
         return int((self.triggered > 0).sum())
+
+    @property
+    def cache_size(self) -> float:
+        """``|V_t| / (L0 + t)``, averaged over steps: 1 for the full cache, as `Result.cache_size`."""
+        first = 1 if self.num_steps else 0
+        return float(np.mean(self.visible[first:] / self.full[first:]))
 
     @property
     def attended_share(self) -> float:
@@ -176,7 +187,7 @@ class Footprint:
             "layout": self.layout,
             "window": self.window,
             "tokens": int(self.tokens[-1]),
-            "cache_size": float(np.mean(self.tokens / self.full)),
+            "cache_size": self.cache_size,
             "tokens_of_a_head": float(self.tokens.mean() / self.heads),
             "peak_tokens_of_a_head": float(max(self.tokens.max(), self.visible.max()) / self.heads),
             "logical_bytes": float(self.tokens[-1] * self.token_bytes),
@@ -238,13 +249,17 @@ def footprint(
     places = np.array([groups.of_layer(k) for k in range(len(groups.layers))])
     weights = np.bincount(places.ravel(), minlength=groups.count)
     total = {name: weights @ getattr(paging, name) for name in ("tokens", "pages", "visible", "written", "moved")}
-    attended, read = paging.visible, paging.written * float(page_size)
-    if plan.selection is not None:
-        selection, seen = plan.selection, paging.visible
-        attended = np.minimum(seen, selection.tokens)
-        ranked = -(-seen // selection.page) if selection.kind == "quest" else seen / 2
-        read = np.where(selection.tokens < seen, attended * (0.5 if selection.kind == "topk" else 1) + ranked, seen)
-    attended, read = weights @ attended, weights @ read
+    seen, chosen = total["visible"], result.outcome.selected
+    attended, read, bounds = seen.copy(), total["written"] * float(page_size), np.zeros_like(seen)
+    if chosen is not None and plan.selection is not None:
+        attended[1:] = np.rint(chosen * places.size)
+        read[1:] = attended[1:]
+        if plan.selection.kind == "topk":
+            read[1:] = (attended[1:] + seen[1:]) / 2
+        else:
+            near = np.minimum(window, prompt + np.arange(result.num_steps + 1))
+            near[0] = min(max(0, window - 1), prompt)
+            bounds = weights @ -(-(paging.visible - near) // plan.selection.page)
     attended[0], read[0] = 0, 0.0
     mask = None if admission is None else admission.admitted[:, :prompt]
     return Footprint(
@@ -262,7 +277,8 @@ def footprint(
         **total,
         padded=groups.num_kv_heads * paging.tokens[places].max(axis=1).sum(axis=0),
         attended=attended,
-        read=read.astype(np.float64),
+        read=read,
+        bounds=bounds,
         evicted=weights @ paging.evicted,
         triggered=weights @ (paging.evicted > 0),
         head_triggers=(paging.evicted > 0).sum(axis=1)[places],

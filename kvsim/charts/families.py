@@ -4,12 +4,14 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from kvsim.policy import AXES
+
 __all__ = ["families_of"]
 
 SIZES = ("budget", "protect", "when", "admit", "select")
 """Axes whose numbers set how large the cache becomes."""
 
-_AXIS = re.compile(r"/(?=(?:score|refresh|group|budget|protect|when|admit|select)=)")
+_AXIS = re.compile(rf"/(?=(?:{'|'.join(AXES)})=)")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?%?")
 
 

@@ -367,7 +367,6 @@ def _triggers(request: Request) -> "Chart":
 
 def _budget_axis(request: Request) -> "Chart":
     from kvsim import charts
-    from kvsim.heads import kept_fraction
 
     policies: list[Policy] = []
     for text in request.policies:
@@ -377,11 +376,8 @@ def _budget_axis(request: Request) -> "Chart":
         policies += [policy.with_budget(request.budget if r is None else choose_budget(r)) for r in ratios]
     if not policies:
         request.chosen()
-    rows = [
-        {**result.summary(), "cache_size": float(kept_fraction(result).mean())}
-        for result in _irreversible(request, "budget-axis", list(dict.fromkeys(policies)))
-    ]
-    return charts.quality_by_size(rows, request.metric or "kept_mass")
+    results = _irreversible(request, "budget-axis", list(dict.fromkeys(policies)))
+    return charts.quality_by_size(results, request.metric or "kept_mass")
 
 
 def _irreversible(request: Request, kind: str, policies: Sequence[Policy]) -> list[Result]:

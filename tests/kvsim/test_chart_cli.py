@@ -28,6 +28,8 @@ WORDS = {
     "two-tokens": [],
     "spectrum": ["--scorer", "keydiff"],
     "received": ["--policy", "ema:0.8", "--positions", "3-9,258"],
+    "budget-axis": [*BOTH, "--ratios", "0.5,0.9", "--policy", "full/admit=local:window=8,sink=2"],
+    "utility": ["--positions", "3,258", "--head", "2.5", "--head", "9.0"],
     "heads": [*BOTH, "--step", "3", "--metric", "kept_mass"],
 }
 
@@ -145,6 +147,14 @@ def test_without_the_extra_pages_load_their_libraries_and_pictures_are_refused(t
         (["stability", MULTI, *BOTH, "--bound", "group", "--out", "a.html"], "valid: asymptotic, finite"),
         (["stability", MULTI, *BOTH, "--bound", "delta", "--out", "a.html"], "valid: asymptotic, finite"),
         (["oracle-gap", MULTI, "--policy", "full", "--out", "a.html"], "full: has no budget"),
+        (["utility", MULTI, "--head", "2.5", "--out", "a.html"], "--positions 12,31 --head 10.19"),
+        (["utility", MULTI, "--positions", "3", "--head", "2", "--out", "a.html"], "a head is LAYER.HEAD"),
+        (["utility", MULTI, "--positions", "3", "--head", "2.9", "--out", "a.html"], "head must be in 0..8, got 9"),
+        (["utility", MULTI, *BOTH, "--positions", "3", "--out", "a.html"], "leave --policy out"),
+        (["growth", MULTI, *BOTH, "--shadow", "--out", "a.html"], "leave --shadow out"),
+        (["triggers", MULTI, "--out", "a.html"], "name a policy"),
+        (["budget-axis", MULTI, "--out", "a.html"], "name a policy"),
+        (["head-sizes", MULTI, *BOTH, "--step", "99", "--out", "a.html"], "step must be from 1 to 24, got 99"),
         (["kept-mass", MULTI, *BOTH, "--out", ".html"], ".html: is a suffix alone"),
     ],
 )

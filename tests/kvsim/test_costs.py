@@ -27,6 +27,8 @@ def test_decoding_at_400k_with_75_percent_removed():
     assert full.bound == quarter.bound == "bandwidth"
     assert full.seconds == (weights + cache) / 4.23e12
     assert full.seconds / quarter.seconds == pytest.approx(2.3985, abs=1e-4)
+    half, eighth = (decode_cost(LLAMA, H200, LLAMA.cached(n)) for n in (200_000, 50_000))
+    assert half.seconds / eighth.seconds == pytest.approx(1.9118, abs=1e-4)
 
 
 def test_operations_count_a_multiply_add_as_two():

@@ -75,16 +75,15 @@ def test_padding_is_as_long_as_a_layers_longest_head(results):
     assert footprint(results[1]).padded.tolist() == footprint(results[1]).tokens.tolist()
 
 
-def admitted_result(results, selection=None):
+def admitted_result(results, selection=None, selected=None):
     """Give a run of one layer and two KV heads, W = 3, prompt 6, 2 steps: head 0 admits 0 and 4, head 1 nothing."""
     plan = results[3].plan
     groups = dataclasses.replace(plan.groups, layers=(0,), num_heads=4, num_kv_heads=2)
     admitted = np.zeros((2, 8), dtype=bool)
     admitted[0, [0, 4]] = True
-    gone = np.array([[-1, 0, 0, 0, -1, -1, -1, -1], [0, 0, 0, 0, 1, 2, -1, -1]], dtype=np.int32)
-    gone[0, 5] = 2
+    gone = np.array([[-1, 0, 0, 0, -1, 2, -1, -1], [0, 0, 0, 0, 1, 2, -1, -1]], dtype=np.int32)
     plan = dataclasses.replace(plan, groups=groups, admission=Admission(3, admitted), selection=selection)
-    outcome = dataclasses.replace(results[3].outcome, evicted_at=gone)
+    outcome = dataclasses.replace(results[3].outcome, evicted_at=gone, selected=selected)
     return dataclasses.replace(results[3], plan=plan, outcome=outcome, prompt_length=6, num_steps=2)
 
 
@@ -93,6 +92,7 @@ def test_admission_is_no_eviction(results):
     assert found.window == 3
     assert found.tokens.tolist() == [3 + 2, 4 + 2, 4 + 2]
     assert found.attended.tolist() == [0, 4 + 3, 5 + 3]
+    # Two pages of each ring, and one that holds 0 and then 4.
     assert found.pages.tolist() == [3 + 2, 3 + 2, 3 + 2]
     assert found.triggers == 0
     assert not found.head_triggers.any()
@@ -104,13 +104,36 @@ def test_admission_is_no_eviction(results):
 
 def test_a_selection_reads_less_and_holds_as_much(results):
     whole = footprint(admitted_result(results), page_size=2)
-    quest = footprint(admitted_result(results, Selection("quest", 4, page=2)), page_size=2)
-    topk = footprint(admitted_result(results, Selection("topk", 4)), page_size=2)
+    read = np.array([3.0, 3.5])
+    quest = footprint(admitted_result(results, Selection("quest", 4, page=2), read), page_size=2)
+    topk = footprint(admitted_result(results, Selection("topk", 4), read), page_size=2)
     assert quest.tokens.tolist() == topk.tokens.tolist() == whole.tokens.tolist()
-    assert quest.attended.tolist() == topk.attended.tolist() == [0, 4 + 3, 4 + 3]
-    # Step 2: head 0 ranks 3 pages and reads 4 tokens, or ranks 5 keys and reads 4 values; head 1 reads its 3 tokens.
-    assert quest.read.tolist() == [0, 4 + 3, 4 + 3 + 3]
-    assert topk.read.tolist() == [0, 4 + 3, 2.5 + 2 + 3]
+    assert quest.attended.tolist() == topk.attended.tolist() == [0, 6, 7]
+    assert quest.read.tolist() == [0, 6, 7]
+    # Every visible key, and the values of what is read.
+    assert topk.read.tolist() == [0, (7 + 6) / 2, (8 + 7) / 2]
+    # Pages of what lies before the window: none, one of 0, one of 0 and 4; of head 1 none.
+    assert quest.bounds.tolist() == [1, 1, 1]
+    assert (quest.table_bytes - whole.table_bytes).tolist() == [whole.token_bytes] * 3
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "full/admit=local:window=32,sink=4",
+        "full/admit=random:0.25,window=32/select=quest:64",
+        "ema:0.8/admit=random:0.5,window=16/when=overflow:10%/budget=60",
+        "tova/group=head/select=topk:20",
+    ],
+)
+def test_admission_and_selection_agree_with_the_result(policy):
+    result = kvsim.replay(MULTI, policy, shadow_churn=False)
+    found = footprint(result)
+    assert found.attended.sum() == result.attended_pairs
+    assert found.cache_size == pytest.approx(result.cache_size)
+    assert found.head_triggers.mean() == result.triggers
+    assert found.summary()["logical_bytes"] == result.kv_bytes
+    assert found.tokens[1:].tolist() == held_counts(result).sum(axis=1).tolist()
 
 
 def test_what_has_no_memory_is_refused(results, tmp_path):

@@ -120,8 +120,8 @@ def test_the_map_has_a_cell_a_head(trace):
     spec = charts.kept_by_head(many).to_dict()
     assert sum(map(len, spec["datasets"].values())) <= 5000
     assert "KV head (means of 3)" in str(spec)
-    with pytest.raises(KvsimError, match="one recording, got 2"):
-        charts.kept_by_head([*found.rows(), found.rows()[0] | {"trace_hash": "other"}])
+    with pytest.raises(KvsimError, match="recordings of equal layers"):
+        charts.kept_by_head([*found.rows(), found.rows()[0] | {"trace_hash": "other", "trace": "other"}])
 
 
 def test_layers_are_means_over_heads(trace):

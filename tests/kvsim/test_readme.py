@@ -37,6 +37,7 @@ def test_the_first_screen_is_what_make_demo_prints(monkeypatch):
         "analyze prediction",
         "analyze diff ema:0.8 ema:0.8,over=step",
         "analyze oracle",
+        "analyze footprint",
     ],
 )
 def test_a_table_is_what_the_command_above_it_prints(monkeypatch, command):

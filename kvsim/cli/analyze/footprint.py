@@ -132,8 +132,13 @@ def _print(recording: Trace, names: list[str], rows: list[Row]) -> None:
         f"full cache {first['full_bytes'] / MB:.2f} MB, {_ms(first['full_decode_ms'])} ms a step"
     )
     table = narrow_table("policy")
-    columns = ["logical\nMB", "physical\nMB", "fragm.", "peak\nMB", "attended\npairs", "triggers", "of a\nhead"]
-    columns += ["decode\nms", "x", "prefill\nms", "x"]
+    columns = ["logical\nMB", "physical\nMB", "fragm.", "peak\nMB", "attended\npairs", "triggers"]
+    apart = any(row["triggers_of_a_head"] != row["triggers"] for row in rows)
+    columns += ["of a\nhead"] * apart
+    columns += ["tokens\nmoved"] * (first["layout"] == "compact")
+    # Eviction comes after the prefill, so only admission makes a difference to it.
+    admits = any(row["window"] for row in rows)
+    columns += ["decode\nms", "x"] + ["prefill\nms", "x"] * admits
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
     for name, row in zip(names, rows, strict=True):
@@ -145,11 +150,11 @@ def _print(recording: Trace, names: list[str], rows: list[Row]) -> None:
             f"{row['peak_bytes'] / MB:.2f}",
             f"{row['attended_share']:.1%}",
             str(row["triggers"]),
-            f"{row['triggers_of_a_head']:.1f}",
+            *([f"{row['triggers_of_a_head']:.1f}"] if apart else []),
+            *([f"{row['moved_tokens']}"] if row["layout"] == "compact" else []),
             _ms(row["decode_ms"]),
             "-" if row["decode_ratio"] is None else f"{row['decode_ratio']:.2f}",
-            _ms(row["prefill_ms"]),
-            f"{row['prefill_ratio']:.2f}",
+            *([_ms(row["prefill_ms"]), f"{row['prefill_ratio']:.2f}"] if admits else []),
         )
     print_table(table)
 
