@@ -36,8 +36,8 @@ class Footprint:
 
     Attributes
     ----------
-    policy, trace_name, trace_hash : str
-        What was replayed.
+    policy, trace_name, trace_hash, loop : str
+        What was run, and in which loop.
     prompt_length, num_steps : int
         L0 and T.
     heads : int
@@ -75,6 +75,7 @@ class Footprint:
     policy: str
     trace_name: str
     trace_hash: str
+    loop: str
     prompt_length: int
     num_steps: int
     heads: int
@@ -181,6 +182,7 @@ class Footprint:
             "policy": self.policy,
             "trace": self.trace_name,
             "trace_hash": self.trace_hash,
+            "loop": self.loop,
             "prompt_length": self.prompt_length,
             "steps": self.num_steps,
             "page_size": self.page_size,
@@ -266,6 +268,7 @@ def footprint(
         policy=result.policy,
         trace_name=result.trace_name,
         trace_hash=result.trace_hash,
+        loop=result.loop,
         prompt_length=prompt,
         num_steps=result.num_steps,
         heads=places.size,

@@ -1,6 +1,6 @@
 """Charts of how a cache grows, and of how often it must be cut."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import altair as alt
 import numpy as np
@@ -71,7 +71,8 @@ def cache_growth(footprints: Footprint | Sequence[Footprint]) -> alt.VConcatChar
     title = heading(
         "Growth of the cache",
         ", ".join(names) if len(names) < 4 else f"{len(names)} recordings",
-        "area: attended pairs; triangles: steps that evict; dashed: the full cache; irreversible; open loop",
+        "area: attended pairs; triangles: steps that evict; dashed: the full cache",
+        _how(one.loop for one in many),
     )
     chart = stacked(panels, title, "x", "y")
     return chart.properties(description="Tokens that each step's query sees. " + "; ".join(told))
@@ -137,7 +138,7 @@ def eviction_triggers(rows: Rows) -> alt.VConcatChart:
         points.append({"series": names[policy], **values})
     order = [names[policy] for policy in policies]
     base = alt.Chart(embed(points))
-    axis = alt.Axis(labelLimit=0, titleLimit=0)
+    axis = alt.Axis(labelLimit=0, titleLimit=0, maxExtent=2000)
     y = alt.Y("series:N", sort=order, scale=alt.Scale(domain=order), title=parameter, axis=axis)
     bare = alt.Y("series:N", sort=order, scale=alt.Scale(domain=order), title=None, axis=alt.Axis(labels=False))
     size = number("tokens_of_a_head", "tokens of a head", scale=alt.Scale(zero=True), format="~s", tickCount=5)
@@ -159,10 +160,18 @@ def eviction_triggers(rows: Rows) -> alt.VConcatChart:
     right = layered(fired, written, width=WIDTH // 2, height=height, title=panel_title("Eviction triggers"))
     traces = list(dict.fromkeys(str(row.get("trace", "")) for row in table))
     note = traces[0] if len(traces) == 1 else f"mean of {len(traces)} recordings"
-    title = heading("Cache size and eviction triggers", note, family or "", "irreversible; open loop")
+    title = heading(
+        "Cache size and eviction triggers", note, family or "", _how(str(row.get("loop", "open")) for row in table)
+    )
     told = "; ".join(f"{p['series']}: {p['tokens_of_a_head']:.4g} tokens, {p['triggers']:.3g} triggers" for p in points)
     chart = stacked([alt.hconcat(left, right, spacing=24)], title)
     return chart.properties(description=f"Cache size and eviction triggers. {family or 'Policies'}: {told}")
+
+
+def _how(loops: Iterable[str]) -> str:
+    return "irreversible; " + " and ".join(
+        "live" if loop == "live" else f"{loop} loop" for loop in dict.fromkeys(loops)
+    )
 
 
 def _names(policies: Sequence[str]) -> tuple[dict[str, str], str | None]:
