@@ -4,6 +4,8 @@ import csv
 import dataclasses
 import io
 import json
+import subprocess
+import sys
 
 import numpy as np
 import polars as pl
@@ -41,6 +43,7 @@ def test_tokens_are_those_of_the_retained_sets(results):
         assert (found.fragmentation >= 0).all()
         assert (found.fragmentation < 1).all()
         assert found.triggers == found.head_triggers.max()
+        assert found.triggered.sum() == found.head_triggers.sum()
         assert found.head_triggers.mean() == result.triggers
         assert found.summary()["logical_bytes"] == result.kv_bytes
 
@@ -65,6 +68,18 @@ def test_the_full_cache_costs_what_it_is_compared_with(results):
     # 18 pages of 16 tokens a head: weights, keys and values, and 4 bytes a page and a table.
     last = costs_of(found, HARDWARE["h200"], config=config).decode[-1]
     assert last.bytes == 268_959_744 + 90 * 18 * 16 * 2 * 64 * 2 + 90 * (18 + 1) * 4
+
+
+def test_another_shape_reads_the_mean_of_the_recordings_heads(results):
+    found, llama = footprint(results[3], layout="compact"), SHAPES["llama-3.1-8b"]
+    last = costs_of(found, HARDWARE["h200"], llama).decode[-1]
+    # 25 tokens and the step's own take 2 pages of each head: 32 x 8 heads of 2 x 16 tokens, 2 entries and a length.
+    assert last.bytes == 15_009_316_864 + 256 * 32 * 2 * 128 * 2 + 256 * (2 + 1) * 4
+
+
+def test_numba_waits_until_pages_are_counted():
+    code = "import sys, kvsim.cli, kvsim.footprint; assert 'numba' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_padding_is_as_long_as_a_layers_longest_head(results):
