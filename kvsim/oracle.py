@@ -165,7 +165,10 @@ def optimum(
 
 
 def comparable(result: "Result") -> bool:
-    """Whether a result plays by the optimum's rules: it evicts for good, and keeps its budget after every step."""
+    """Whether a result plays by the optimum's rules.
+
+    It evicts for good, every group keeps its own budget after every step, and queries read all that is visible.
+    """
     return not incomparable(result)
 
 
@@ -175,6 +178,10 @@ def incomparable(result: "Result") -> str:
         return "a shadow result evicts nothing; its sets can return, the optimum's cannot"
     if not result.plan.evicts[1:].all():
         return "when=prefill lets the cache grow; the optimum keeps its budget"
+    if result.plan.targets is not None:
+        return "a trigger pooled over all heads lets one of them exceed its budget; the optimum keeps each"
+    if result.plan.selection is not None:
+        return "its kept mass is that of what select= reads; the optimum reads all that it keeps"
     return ""
 
 
@@ -200,7 +207,7 @@ def gap(result: "Result", trace: Trace, method: Literal["exact", "bound"] = "bou
     Raises
     ------
     KvsimError
-        If the result is of another recording or of the shadow mode, or its cache is let grow beyond the budget.
+        If the result is of another recording or of the shadow mode, or does not play by the optimum's rules.
     """
     best = _rival(result, trace, method, pooled)
     kept = result.outcome.metrics["kept_mass"]

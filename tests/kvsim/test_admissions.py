@@ -365,6 +365,10 @@ def test_what_cannot_be(trace, tmp_path):
         Stepper(plan, 36, 50, shadow=True)
     with pytest.raises(kvsim.PolicyError, match="it does not take admit=local"):
         kvsim.replay(trace, "oracle:future/admit=local:window=4")
+    pooled = kvsim.replay(trace, "cumulative/when=overflow/admit=random:0.5,window=4", budget=9)
+    with pytest.raises(kvsim.KvsimError, match="a trigger pooled over all heads lets one of them exceed its budget"):
+        kvsim.oracle.gap(pooled, trace)
+    assert kvsim.oracle.gap(kvsim.replay(trace, "cumulative/admit=random:0.5,window=4", budget=9), trace) > 0
     assert refusal(plan) == "its kernels know no local window (admit=)"
     scores = write_trace(tmp_path / "s", capture="scores")
     with pytest.raises(kvsim.PolicyError, match="admit= needs attention of single heads"):

@@ -148,6 +148,8 @@ def test_malformed_selections(text, message):
 def test_what_cannot_be(trace, tmp_path):
     with pytest.raises(kvsim.PolicyError, match="quest reads 16 tokens, fewer than the local window of 20"):
         kvsim.replay(trace, "full/admit=local:window=20/select=quest:16")
+    with pytest.raises(kvsim.KvsimError, match="its kept mass is that of what select= reads"):
+        kvsim.oracle.gap(kvsim.replay(trace, "ema:0.8/select=topk:5"), trace)
     scores = write_trace(tmp_path / "s", capture="scores")
     with pytest.raises(kvsim.PolicyError, match="select= needs attention of single heads"):
         kvsim.replay(scores, "ema:0.8/select=topk:5")
