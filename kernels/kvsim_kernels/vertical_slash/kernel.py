@@ -1,0 +1,390 @@
+"""Vertical-slash attention: a dense pass over the gathered admitted keys, then the local band, in one online softmax.
+
+Admission is a property of a key, the same for all queries, so a tile of queries sees a prefix of its head's admitted
+keys: up to `whole` all of its rows see them and nothing is masked, up to `end` some do. Of the band only the blocks at
+its two edges are masked. Logits stay unscaled: the factor, times log2(e), is part of the exponent.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kvsim_kernels.decode_attention.kernel import capped
+from kvsim_kernels.gather_admitted import Admitted
+from kvsim_kernels.gather_admitted.kernel import gather_admitted
+from kvsim_kernels.merge_partials.kernel import merge_partials
+from kvsim_kernels.vertical_slash.reference import Attended, check
+
+__all__ = ["Tiling", "default_tiling", "gather_admitted", "merge_partials", "seen_by_chunk", "vertical_slash"]
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_LANES = 256
+_EDGE = 64
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is cut.
+
+    Attributes
+    ----------
+    rows, columns : int
+        Queries and keys of a tile.
+    warps, stages : int
+        Warps of a program, and blocks of keys and values in flight.
+    pack : bool
+        Whether query heads of a KV head share a tile, as many as the largest power of two that divides the group.
+    descriptors : bool
+        Whether the gathered keys and values are read through tensor descriptors (TMA).
+    specialize : bool
+        Whether the compiler gives loads and products to different warps; on Hopper with `split` and 4 warps only.
+    split : bool
+        Whether the whole blocks of admitted keys have a launch of their own; the output is rounded in between.
+    registers : int, optional
+        Most registers of a thread.
+    """
+
+    rows: int = 128
+    columns: int = 64
+    warps: int = 8
+    stages: int = 3
+    pack: bool = True
+    descriptors: bool = False
+    specialize: bool = False
+    split: bool = False
+    registers: int | None = None
+
+
+def default_tiling(dtype: torch.dtype, dim: int) -> Tiling:
+    """Choose a tiling for the type and the head dimension."""
+    if dtype.itemsize == 4:
+        # 32-bit numbers are not multiplied by the matrix units: what a thread holds of a tile are its registers.
+        return Tiling(rows=32, columns=32, warps=4, stages=2)
+    if dim > 128:
+        return Tiling(rows=64, columns=64, warps=4, stages=2)
+    return Tiling()
+
+
+@triton.jit
+def _count_up_to(positions, start, stop, limit, LANES: tl.constexpr):
+    """Count the ascending positions of [start, stop) that are at most `limit`, a limit a lane."""
+    low = tl.zeros([LANES], tl.int32) + start
+    high = tl.zeros([LANES], tl.int32) + stop
+    left = stop - start
+    while left > 0:
+        searching = low < high
+        middle = (low + high) // 2
+        below = tl.load(positions + middle, mask=searching, other=0) <= limit
+        low = tl.where(searching & below, middle + 1, low)
+        high = tl.where(searching & (low <= middle), middle, high)
+        left = left // 2
+    return low
+
+
+@triton.jit(do_not_specialize=["window", "chunk", "length", "rows"])
+def _bounds(positions, starts, bounds, window, chunk, length, rows, tiles, SPAN: tl.constexpr, LANES: tl.constexpr):
+    head = tl.program_id(1)
+    tile = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    start = tl.minimum(tl.load(starts + head), rows)
+    stop = tl.minimum(tl.load(starts + head + 1), rows)
+    first = tile * SPAN
+    last = tl.minimum(first + SPAN, length) - 1
+    begin = tl.zeros([LANES], tl.int32) + start
+    if chunk is not None:
+        begin = _count_up_to(positions, start, stop, first // chunk * chunk - window, LANES)
+    whole = _count_up_to(positions, start, stop, first - window, LANES)
+    end = _count_up_to(positions, start, stop, last - window, LANES)
+    bounds += (head.to(tl.int64) * tiles + tile) * 3
+    tl.store(bounds, begin, mask=tile < tiles)
+    tl.store(bounds + 1, whole, mask=tile < tiles)
+    tl.store(bounds + 2, end, mask=tile < tiles)
+
+
+@triton.jit
+def _absorb(q, k, v, seen, top, total, output, scale, softcap):
+    """Take a block of keys [d, columns] and values [columns, d] into the softmax; `seen` is None if all is seen."""
+    a = tl.dot(q, k, input_precision="ieee")
+    factor = scale
+    if softcap is not None:
+        a = capped(a * scale, softcap)
+        factor = 1.0
+    factor = factor * _LOG2E
+    if seen is not None:
+        a = tl.where(seen, a, float("-inf"))
+    higher = tl.maximum(top, tl.max(a, 1) * factor)
+    base = higher
+    if seen is not None:
+        # Minus infinity less itself is no number.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+    p = tl.exp2(a * factor - base[:, None])
+    fade = tl.exp2(top - base)
+    total = total * fade + tl.sum(p, 1)
+    output = tl.dot(p.to(v.dtype), v, output * fade[:, None], input_precision="ieee")
+    return higher, total, output
+
+
+@triton.jit
+def _whole_blocks(
+    q, keys, values, key_rows, value_rows, begin, whole, state, scale, softcap, dim, is_dim,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, SPECIALIZE: tl.constexpr,
+):  # fmt: skip
+    """Take in the admitted keys of the blocks that all rows see."""
+    top, total, found = state
+    if key_rows is not None:
+        for at in tl.range(begin, whole, COLUMNS, num_stages=STAGES, warp_specialize=SPECIALIZE):
+            k = key_rows.load([at, 0]).T
+            v = value_rows.load([at, 0])
+            top, total, found = _absorb(q, k, v, None, top, total, found, scale, softcap)
+    else:
+        column = tl.arange(0, COLUMNS)
+        across, along = column[None, :] * DIM + dim[:, None], column[:, None] * DIM + dim[None, :]
+        for at in tl.range(begin, whole, COLUMNS, num_stages=STAGES, warp_specialize=SPECIALIZE):
+            skip = tl.cast(at, tl.int64) * DIM
+            k = tl.load(keys + skip + across, mask=is_dim[:, None], other=0.0)
+            v = tl.load(values + skip + along, mask=is_dim[None, :], other=0.0)
+            top, total, found = _absorb(q, k, v, None, top, total, found, scale, softcap)
+    return top, total, found
+
+
+@triton.jit
+def _last_admitted(
+    q, keys, values, positions, row, whole, end, state, scale, softcap, window, dim, is_dim,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Take in the admitted keys that only some rows see."""
+    top, total, found = state
+    column = tl.arange(0, COLUMNS)
+    for at in tl.range(whole, end, COLUMNS, num_stages=1):
+        place = at + column
+        inside = place < end
+        position = tl.load(positions + place, mask=inside, other=0)
+        seen = inside[None, :] & (position[None, :] <= row[:, None] - window)
+        far = place.to(tl.int64) * DIM
+        k = tl.load(keys + far[None, :] + dim[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
+        v = tl.load(values + far[:, None] + dim[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
+        top, total, found = _absorb(q, k, v, seen, top, total, found, scale, softcap)
+    return top, total, found
+
+
+@triton.jit
+def _band(
+    q, key, value, stride_key, stride_value, row, first, stop, state, scale, softcap, window, dim, is_dim,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Take in the local band of the rows [first, stop)."""
+    top, total, found = state
+    column = tl.arange(0, COLUMNS)
+    across = column[None, :] * stride_key + dim[:, None]
+    along = column[:, None] * stride_value + dim[None, :]
+    # Blocks of [low, full) and of [rest, stop) are seen in part, those between in whole.
+    low = tl.maximum(first - window + 1, 0) // COLUMNS * COLUMNS
+    full = tl.cdiv(tl.maximum(stop - window, 0), COLUMNS) * COLUMNS
+    rest = tl.maximum((first + 1) // COLUMNS * COLUMNS, full)
+    before = (full - low) // COLUMNS
+    for block in tl.range(0, before + tl.cdiv(tl.maximum(stop - rest, 0), COLUMNS), num_stages=1):
+        at = tl.where(block < before, low + block * COLUMNS, rest + (block - before) * COLUMNS)
+        inside = at + column < stop
+        behind = row[:, None] - (at + column)[None, :]
+        seen = inside[None, :] & (behind >= 0) & (behind < window)
+        far = at.to(tl.int64)
+        k = tl.load(key + far * stride_key + across, mask=inside[None, :] & is_dim[:, None], other=0.0)
+        v = tl.load(value + far * stride_value + along, mask=inside[:, None] & is_dim[None, :], other=0.0)
+        top, total, found = _absorb(q, k, v, seen, top, total, found, scale, softcap)
+    for at in tl.range(full, rest, COLUMNS, num_stages=STAGES):
+        far = tl.cast(at, tl.int64)
+        k = tl.load(key + far * stride_key + across, mask=is_dim[:, None], other=0.0)
+        v = tl.load(value + far * stride_value + along, mask=is_dim[None, :], other=0.0)
+        top, total, found = _absorb(q, k, v, None, top, total, found, scale, softcap)
+    return top, total, found
+
+
+@triton.jit(do_not_specialize=["window", "length"])
+def _attend(
+    query,
+    key,
+    value,
+    key_rows,
+    value_rows,
+    admitted_keys,
+    admitted_values,
+    positions,
+    bounds,
+    output,
+    lse,
+    scale,
+    softcap,
+    window,
+    length,
+    tiles,
+    stride_query_head,
+    stride_query,
+    stride_key_head,
+    stride_key,
+    stride_value_head,
+    stride_value,
+    PART: tl.constexpr,
+    GROUP: tl.constexpr,
+    PACK: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EDGE: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+):
+    """Attend with a tile of queries, in one launch or in two: whole blocks of admitted keys first, then the rest.
+
+    The second launch takes up what the first one left in `output` and `lse`.
+    """
+    SPAN: tl.constexpr = ROWS // PACK
+    # The tiles with most keys come first, and those of one KV head side by side.
+    tile, bundle = tiles - 1 - tl.program_id(0), tl.program_id(1)
+    kv_head = ((bundle * PACK) // GROUP).to(tl.int64)
+    lane, dim = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    row = tile * SPAN + lane // PACK
+    head = (bundle * PACK + lane % PACK).to(tl.int64)
+    # Where the width is the dimension the compiler drops the mask.
+    is_row, is_dim = row < length, dim < DIM
+    known = is_row[:, None] & is_dim[None, :]
+    q = tl.load(
+        query + (head * stride_query_head + row.to(tl.int64) * stride_query)[:, None] + dim[None, :],
+        mask=known,
+        other=0.0,
+    )
+    place = head * length + row
+    bounds += (kv_head * tiles + tile) * 3
+    begin, whole, end = tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2)
+    whole = begin + (whole - begin) // COLUMNS * COLUMNS
+    if PART == "rest":
+        top = tl.load(lse + place, mask=is_row, other=float("-inf")) * _LOG2E
+        total = tl.where(top > float("-inf"), 1.0, 0.0)
+        found = tl.load(output + place[:, None] * DIM + dim[None, :], mask=known, other=0.0).to(tl.float32)
+    else:
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        found = tl.zeros([ROWS, WIDTH], tl.float32)
+        top, total, found = _whole_blocks(
+            q, admitted_keys, admitted_values, key_rows, value_rows, begin, whole, (top, total, found), scale, softcap,
+            dim, is_dim, DIM, COLUMNS, STAGES, SPECIALIZE,
+        )  # fmt: skip
+    if PART != "whole":
+        top, total, found = _last_admitted(
+            q, admitted_keys, admitted_values, positions, row, whole, end, (top, total, found), scale, softcap, window,
+            dim, is_dim, DIM, EDGE,
+        )  # fmt: skip
+        top, total, found = _band(
+            q, key + kv_head * stride_key_head, value + kv_head * stride_value_head, stride_key, stride_value, row,
+            tile * SPAN, tl.minimum(tile * SPAN + SPAN, length), (top, total, found), scale, softcap, window,
+            dim, is_dim, EDGE, STAGES,
+        )  # fmt: skip
+    # A first launch may find nothing.
+    found = found / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(output + place[:, None] * DIM + dim[None, :], found.to(output.dtype.element_ty), mask=known)
+    if lse is not None:
+        tl.store(lse + place, (top + tl.log2(tl.where(total > 0, total, 1.0))) * _LN2, mask=is_row)
+
+
+def _find_bounds(admitted: Admitted, length: int, window: int, chunk: int | None, span: int) -> torch.Tensor:
+    """Find for each tile of `span` queries which rows of the admitted keys it sees, int32 [Hk, tiles, 3]."""
+    kv_heads, tiles = len(admitted.starts) - 1, triton.cdiv(length, span)
+    bounds = torch.empty(kv_heads, tiles, 3, dtype=torch.int32, device=admitted.starts.device)
+    _bounds[(triton.cdiv(tiles, _LANES), kv_heads)](
+        admitted.positions, admitted.starts, bounds, window, chunk, length, len(admitted.positions), tiles,
+        SPAN=span, LANES=_LANES, num_warps=4,
+    )  # fmt: skip
+    return bounds
+
+
+def seen_by_chunk(admitted: Admitted, length: int, *, window: int, chunk: int) -> torch.Tensor:
+    """Count the admitted keys that all queries of a chunk see and `vertical_slash` with this `chunk` leaves out.
+
+    Returns
+    -------
+    Tensor [Hk, ceil(length / chunk)] int32
+        They are each head's first ones, at or before position ``chunk * c - window``.
+    """
+    return _find_bounds(admitted, length, window, None, chunk)[..., 1] - admitted.starts[:-1, None]
+
+
+def vertical_slash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    admitted: Admitted,
+    *,
+    window: int,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> torch.Tensor | Attended:
+    """Attend to a local window and the admitted keys before it.
+
+    See `kvsim_kernels.vertical_slash.reference.vertical_slash_reference`. Products are taken in the type of the keys
+    and summed in float32, and the weights are rounded to the type of the values before the second product. What is
+    admitted is read by the GPU only.
+
+    Parameters
+    ----------
+    query, key, value, window, scaling, softcap
+        As in the reference; the three share a type, and their last dimension is contiguous.
+    admitted : Admitted
+        From `gather_admitted` of the same key and value.
+    chunk : int, optional
+        Leave out the admitted keys at or before ``(i // chunk) * chunk - window``, the first `seen_by_chunk` ones of
+        each head, so that another kernel can take them without any mask; a multiple of the queries of a tile.
+    return_lse : bool
+        Give the log-sum-exp as well, for `merge_partials`.
+    out : Tensor [H, L, d], optional
+        Where to write; contiguous.
+    tiling : Tiling, optional
+        How the work is cut; `default_tiling` by default, always the same one.
+
+    Raises
+    ------
+    ValueError
+        If shapes or types do not fit.
+    """
+    group = check(query, key, value, window, scaling)
+    if any(x.dtype != query.dtype for x in (key, value, admitted.keys, admitted.values)):
+        raise ValueError(f"queries, keys and values must share a type, got {query.dtype}, {key.dtype}, {value.dtype}")
+    if any(x.stride(-1) != 1 for x in (query, key, value)):
+        raise ValueError("the last dimension of query, key and value must be contiguous")
+    heads, length, dim = query.shape
+    if len(admitted.starts) != key.shape[0] + 1 or admitted.keys.shape[-1] != dim:
+        raise ValueError(f"what {len(admitted.starts) - 1} KV heads admit does not fit {key.shape[0]} of d={dim}")
+    tiling = default_tiling(query.dtype, dim) if tiling is None else tiling
+    pack = min(group & -group, max(1, tiling.rows // 8)) if tiling.pack else 1
+    span = tiling.rows // pack
+    if chunk is not None and (chunk < 1 or chunk % span):
+        raise ValueError(f"chunk={chunk} must be a multiple of {span}, the queries of a tile")
+    bounds = _find_bounds(admitted, length, window, chunk, span)
+    out = torch.empty(heads, length, dim, dtype=query.dtype, device=query.device) if out is None else out
+    lse = None
+    if return_lse or tiling.split:
+        lse = torch.empty(heads, length, dtype=torch.float32, device=query.device)
+    width, tiles = max(16, triton.next_power_of_2(dim)), bounds.shape[1]
+    described = tiling.descriptors and len(admitted.keys) > 0 and dim * query.element_size() % 16 == 0
+    rows = [
+        TensorDescriptor.from_tensor(x, [tiling.columns, width]) if described else None
+        for x in (admitted.keys, admitted.values)
+    ]
+    for part in ("whole", "rest") if tiling.split else ("all",):
+        alone = part == "rest"
+        _attend[(tiles, heads // pack)](
+            query, key, value, *([None, None] if alone else rows), admitted.keys, admitted.values, admitted.positions,
+            bounds, out, lse, float(dim**-0.5 if scaling is None else scaling), softcap, window, length, tiles,
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+            PART=part, GROUP=group, PACK=pack, DIM=dim, WIDTH=width, ROWS=tiling.rows, COLUMNS=tiling.columns,
+            EDGE=min(tiling.columns, _EDGE), STAGES=tiling.stages, SPECIALIZE=tiling.specialize and not alone,
+            num_warps=8 if alone and tiling.rows >= 128 else tiling.warps, num_stages=tiling.stages,
+            **({} if tiling.registers is None or alone else {"maxnreg": tiling.registers}),
+        )  # fmt: skip
+    return Attended(out, lse) if return_lse and lse is not None else out
