@@ -40,10 +40,11 @@ class Tiling:
         Whether query heads of a KV head share a tile, as many as the largest power of two that divides the group.
     descriptors : bool
         Whether the gathered keys and values are read through tensor descriptors (TMA).
-    specialize : bool
-        Whether the compiler gives loads and products to different warps; on Hopper with `split` and 4 warps only.
     split : bool
-        Whether the whole blocks of admitted keys have a launch of their own; the output is rounded in between.
+        Whether the whole blocks of admitted keys have a launch of their own, which reads all through descriptors; the
+        output is rounded in between.
+    specialize : bool
+        Whether the compiler gives loads and products of that launch to different warps: on Hopper 4 warps become 12.
     registers : int, optional
         Most registers of a thread.
     """
@@ -54,8 +55,8 @@ class Tiling:
     stages: int = 3
     pack: bool = True
     descriptors: bool = False
-    specialize: bool = False
     split: bool = False
+    specialize: bool = False
     registers: int | None = None
 
 
@@ -63,9 +64,9 @@ def default_tiling(dtype: torch.dtype, dim: int) -> Tiling:
     """Choose a tiling for the type and the head dimension."""
     if dtype.itemsize == 4:
         # 32-bit numbers are not multiplied by the matrix units: what a thread holds of a tile are its registers.
-        return Tiling(rows=32, columns=32, warps=4, stages=2)
+        return Tiling(rows=32, columns=32, warps=8, stages=1)
     if dim > 128:
-        return Tiling(rows=64, columns=64, warps=4, stages=2)
+        return Tiling(columns=32, stages=2)
     return Tiling()
 
 
@@ -86,7 +87,20 @@ def _count_up_to(positions, start, stop, limit, LANES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["window", "chunk", "length", "rows"])
-def _bounds(positions, starts, bounds, window, chunk, length, rows, tiles, SPAN: tl.constexpr, LANES: tl.constexpr):
+def _bounds(
+    positions,
+    starts,
+    bounds,
+    window,
+    chunk,
+    length,
+    rows,
+    tiles,
+    SPAN: tl.constexpr,
+    COARSE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,
+):
     head = tl.program_id(1)
     tile = tl.program_id(0) * LANES + tl.arange(0, LANES)
     start = tl.minimum(tl.load(starts + head), rows)
@@ -96,7 +110,8 @@ def _bounds(positions, starts, bounds, window, chunk, length, rows, tiles, SPAN:
     begin = tl.zeros([LANES], tl.int32) + start
     if chunk is not None:
         begin = _count_up_to(positions, start, stop, first // chunk * chunk - window, LANES)
-    whole = _count_up_to(positions, start, stop, first - window, LANES)
+    whole = _count_up_to(positions, start, stop, first // COARSE * COARSE - window, LANES)
+    whole = begin + tl.maximum(whole - begin, 0) // COLUMNS * COLUMNS
     end = _count_up_to(positions, start, stop, last - window, LANES)
     bounds += (head.to(tl.int64) * tiles + tile) * 3
     tl.store(bounds, begin, mask=tile < tiles)
@@ -130,19 +145,19 @@ def _absorb(q, k, v, seen, top, total, output, scale, softcap):
 @triton.jit
 def _whole_blocks(
     q, keys, values, key_rows, value_rows, begin, whole, state, scale, softcap, dim, is_dim,
-    DIM: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, SPECIALIZE: tl.constexpr,
+    DIM: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take in the admitted keys of the blocks that all rows see."""
     top, total, found = state
     if key_rows is not None:
-        for at in tl.range(begin, whole, COLUMNS, num_stages=STAGES, warp_specialize=SPECIALIZE):
+        for at in tl.range(begin, whole, COLUMNS, num_stages=STAGES):
             k = key_rows.load([at, 0]).T
             v = value_rows.load([at, 0])
             top, total, found = _absorb(q, k, v, None, top, total, found, scale, softcap)
     else:
         column = tl.arange(0, COLUMNS)
         across, along = column[None, :] * DIM + dim[:, None], column[:, None] * DIM + dim[None, :]
-        for at in tl.range(begin, whole, COLUMNS, num_stages=STAGES, warp_specialize=SPECIALIZE):
+        for at in tl.range(begin, whole, COLUMNS, num_stages=STAGES):
             skip = tl.cast(at, tl.int64) * DIM
             k = tl.load(keys + skip + across, mask=is_dim[:, None], other=0.0)
             v = tl.load(values + skip + along, mask=is_dim[None, :], other=0.0)
@@ -202,6 +217,50 @@ def _band(
     return top, total, found
 
 
+@triton.jit(do_not_specialize=["length"])
+def _attend_whole(
+    query_rows,
+    key_rows,
+    value_rows,
+    bounds,
+    output,
+    lse,
+    scale,
+    softcap,
+    length,
+    tiles,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+):
+    """Attend to the whole blocks of admitted keys alone.
+
+    With a single loop, and all that is loaded coming through descriptors, warps can be specialised on Hopper as well.
+    """
+    tile, head = tiles - 1 - tl.program_id(0), tl.program_id(1)
+    q = query_rows.load([head, tile * ROWS, 0]).reshape([ROWS, WIDTH])
+    bounds += ((head // GROUP).to(tl.int64) * tiles + tile) * 3
+    begin, whole = tl.load(bounds), tl.load(bounds + 1)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, WIDTH], tl.float32)
+    for at in tl.range(begin, whole, COLUMNS, num_stages=STAGES, warp_specialize=SPECIALIZE):
+        k = key_rows.load([at, 0])
+        v = value_rows.load([at, 0])
+        top, total, found = _absorb(q, k.T, v, None, top, total, found, scale, softcap)
+    total = tl.where(total > 0, total, 1.0)
+    found = found / total[:, None]
+    row, dim = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    place = head.to(tl.int64) * length + row
+    known = (row < length)[:, None] & (dim < DIM)[None, :]
+    tl.store(output + place[:, None] * DIM + dim[None, :], found.to(output.dtype.element_ty), mask=known)
+    tl.store(lse + place, (top + tl.log2(total)) * _LN2, mask=row < length)
+
+
 @triton.jit(do_not_specialize=["window", "length"])
 def _attend(
     query,
@@ -226,7 +285,7 @@ def _attend(
     stride_key,
     stride_value_head,
     stride_value,
-    PART: tl.constexpr,
+    RESUME: tl.constexpr,
     GROUP: tl.constexpr,
     PACK: tl.constexpr,
     DIM: tl.constexpr,
@@ -235,12 +294,8 @@ def _attend(
     COLUMNS: tl.constexpr,
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
 ):
-    """Attend with a tile of queries, in one launch or in two: whole blocks of admitted keys first, then the rest.
-
-    The second launch takes up what the first one left in `output` and `lse`.
-    """
+    """Attend with a tile of queries; `RESUME` takes up what `_attend_whole` left in `output` and `lse`."""
     SPAN: tl.constexpr = ROWS // PACK
     # The tiles with most keys come first, and those of one KV head side by side.
     tile, bundle = tiles - 1 - tl.program_id(0), tl.program_id(1)
@@ -259,8 +314,7 @@ def _attend(
     place = head * length + row
     bounds += (kv_head * tiles + tile) * 3
     begin, whole, end = tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2)
-    whole = begin + (whole - begin) // COLUMNS * COLUMNS
-    if PART == "rest":
+    if RESUME:
         top = tl.load(lse + place, mask=is_row, other=float("-inf")) * _LOG2E
         total = tl.where(top > float("-inf"), 1.0, 0.0)
         found = tl.load(output + place[:, None] * DIM + dim[None, :], mask=known, other=0.0).to(tl.float32)
@@ -270,32 +324,37 @@ def _attend(
         found = tl.zeros([ROWS, WIDTH], tl.float32)
         top, total, found = _whole_blocks(
             q, admitted_keys, admitted_values, key_rows, value_rows, begin, whole, (top, total, found), scale, softcap,
-            dim, is_dim, DIM, COLUMNS, STAGES, SPECIALIZE,
+            dim, is_dim, DIM, COLUMNS, STAGES,
         )  # fmt: skip
-    if PART != "whole":
-        top, total, found = _last_admitted(
-            q, admitted_keys, admitted_values, positions, row, whole, end, (top, total, found), scale, softcap, window,
-            dim, is_dim, DIM, EDGE,
-        )  # fmt: skip
-        top, total, found = _band(
-            q, key + kv_head * stride_key_head, value + kv_head * stride_value_head, stride_key, stride_value, row,
-            tile * SPAN, tl.minimum(tile * SPAN + SPAN, length), (top, total, found), scale, softcap, window,
-            dim, is_dim, EDGE, STAGES,
-        )  # fmt: skip
-    # A first launch may find nothing.
-    found = found / tl.where(total > 0, total, 1.0)[:, None]
+    top, total, found = _last_admitted(
+        q, admitted_keys, admitted_values, positions, row, whole, end, (top, total, found), scale, softcap, window,
+        dim, is_dim, DIM, EDGE,
+    )  # fmt: skip
+    top, total, found = _band(
+        q, key + kv_head * stride_key_head, value + kv_head * stride_value_head, stride_key, stride_value, row,
+        tile * SPAN, tl.minimum(tile * SPAN + SPAN, length), (top, total, found), scale, softcap, window,
+        dim, is_dim, EDGE, STAGES,
+    )  # fmt: skip
+    # Every query sees itself.
+    found = found / total[:, None]
     tl.store(output + place[:, None] * DIM + dim[None, :], found.to(output.dtype.element_ty), mask=known)
     if lse is not None:
-        tl.store(lse + place, (top + tl.log2(tl.where(total > 0, total, 1.0))) * _LN2, mask=is_row)
+        tl.store(lse + place, (top + tl.log2(total)) * _LN2, mask=is_row)
 
 
-def _find_bounds(admitted: Admitted, length: int, window: int, chunk: int | None, span: int) -> torch.Tensor:
-    """Find for each tile of `span` queries which rows of the admitted keys it sees, int32 [Hk, tiles, 3]."""
+def _find_bounds(
+    admitted: Admitted, length: int, window: int, chunk: int | None, span: int, coarse: int, columns: int
+) -> torch.Tensor:
+    """Find for each tile of `span` queries which rows of the admitted keys it sees, int32 [Hk, tiles, 3].
+
+    From the first row to the second there are whole blocks of `columns` rows, seen by all of the `coarse` queries the
+    tile lies among, and from there to the third rows that some of its queries see.
+    """
     kv_heads, tiles = len(admitted.starts) - 1, triton.cdiv(length, span)
     bounds = torch.empty(kv_heads, tiles, 3, dtype=torch.int32, device=admitted.starts.device)
     _bounds[(triton.cdiv(tiles, _LANES), kv_heads)](
         admitted.positions, admitted.starts, bounds, window, chunk, length, len(admitted.positions), tiles,
-        SPAN=span, LANES=_LANES, num_warps=4,
+        SPAN=span, COARSE=coarse, COLUMNS=columns, LANES=_LANES, num_warps=4,
     )  # fmt: skip
     return bounds
 
@@ -308,7 +367,7 @@ def seen_by_chunk(admitted: Admitted, length: int, *, window: int, chunk: int) -
     Tensor [Hk, ceil(length / chunk)] int32
         They are each head's first ones, at or before position ``chunk * c - window``.
     """
-    return _find_bounds(admitted, length, window, None, chunk)[..., 1] - admitted.starts[:-1, None]
+    return _find_bounds(admitted, length, window, None, chunk, chunk, 1)[..., 1] - admitted.starts[:-1, None]
 
 
 def vertical_slash(
@@ -355,36 +414,44 @@ def vertical_slash(
     group = check(query, key, value, window, scaling)
     if any(x.dtype != query.dtype for x in (key, value, admitted.keys, admitted.values)):
         raise ValueError(f"queries, keys and values must share a type, got {query.dtype}, {key.dtype}, {value.dtype}")
-    if any(x.stride(-1) != 1 for x in (query, key, value)):
-        raise ValueError("the last dimension of query, key and value must be contiguous")
+    if any(x.stride(-1) != 1 for x in (query, key, value)) or not admitted.keys.is_contiguous():
+        raise ValueError("what is admitted and the last dimension of query, key and value must be contiguous")
     heads, length, dim = query.shape
     if len(admitted.starts) != key.shape[0] + 1 or admitted.keys.shape[-1] != dim:
         raise ValueError(f"what {len(admitted.starts) - 1} KV heads admit does not fit {key.shape[0]} of d={dim}")
     tiling = default_tiling(query.dtype, dim) if tiling is None else tiling
     pack = min(group & -group, max(1, tiling.rows // 8)) if tiling.pack else 1
     span = tiling.rows // pack
-    if chunk is not None and (chunk < 1 or chunk % span):
-        raise ValueError(f"chunk={chunk} must be a multiple of {span}, the queries of a tile")
-    bounds = _find_bounds(admitted, length, window, chunk, span)
+    step = tiling.rows if tiling.split else span
+    if chunk is not None and (chunk < 1 or chunk % step):
+        raise ValueError(f"chunk={chunk} must be a multiple of {step}, the queries of a tile")
     out = torch.empty(heads, length, dim, dtype=query.dtype, device=query.device) if out is None else out
+    width, size = max(16, triton.next_power_of_2(dim)), query.element_size()
+    described = (tiling.descriptors or tiling.split) and len(admitted.keys) > 0 and dim * size % 16 == 0
+    split = tiling.split and described and all(x * size % 16 == 0 for x in query.stride()[:2])
     lse = None
-    if return_lse or tiling.split:
+    if return_lse or split:
         lse = torch.empty(heads, length, dtype=torch.float32, device=query.device)
-    width, tiles = max(16, triton.next_power_of_2(dim)), bounds.shape[1]
-    described = tiling.descriptors and len(admitted.keys) > 0 and dim * query.element_size() % 16 == 0
     rows = [
         TensorDescriptor.from_tensor(x, [tiling.columns, width]) if described else None
         for x in (admitted.keys, admitted.values)
     ]
-    for part in ("whole", "rest") if tiling.split else ("all",):
-        alone = part == "rest"
-        _attend[(tiles, heads // pack)](
-            query, key, value, *([None, None] if alone else rows), admitted.keys, admitted.values, admitted.positions,
-            bounds, out, lse, float(dim**-0.5 if scaling is None else scaling), softcap, window, length, tiles,
-            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-            PART=part, GROUP=group, PACK=pack, DIM=dim, WIDTH=width, ROWS=tiling.rows, COLUMNS=tiling.columns,
-            EDGE=min(tiling.columns, _EDGE), STAGES=tiling.stages, SPECIALIZE=tiling.specialize and not alone,
-            num_warps=8 if alone and tiling.rows >= 128 else tiling.warps, num_stages=tiling.stages,
-            **({} if tiling.registers is None or alone else {"maxnreg": tiling.registers}),
+    factor = float(dim**-0.5 if scaling is None else scaling)
+    options = {"GROUP": group, "DIM": dim, "WIDTH": width, "COLUMNS": tiling.columns, "num_stages": tiling.stages}
+    more = {} if tiling.registers is None else {"maxnreg": tiling.registers}
+    if split:
+        bounds = _find_bounds(admitted, length, window, chunk, tiling.rows, tiling.rows, tiling.columns)
+        _attend_whole[(bounds.shape[1], heads)](
+            TensorDescriptor.from_tensor(query, [1, tiling.rows, width]), *rows, bounds, out, lse, factor, softcap,
+            length, bounds.shape[1], ROWS=tiling.rows, STAGES=tiling.stages, SPECIALIZE=tiling.specialize,
+            num_warps=tiling.warps, **options, **more,
         )  # fmt: skip
+        more = {}
+    bounds = _find_bounds(admitted, length, window, chunk, span, tiling.rows if split else span, tiling.columns)
+    _attend[(bounds.shape[1], heads // pack)](
+        query, key, value, *rows, admitted.keys, admitted.values, admitted.positions, bounds, out, lse, factor, softcap,
+        window, length, bounds.shape[1], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        RESUME=split, PACK=pack, ROWS=tiling.rows, EDGE=min(tiling.columns, _EDGE), STAGES=tiling.stages,
+        num_warps=tiling.rows // 16 if split else tiling.warps, **options, **more,
+    )  # fmt: skip
     return Attended(out, lse) if return_lse and lse is not None else out
