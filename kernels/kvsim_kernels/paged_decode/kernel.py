@@ -19,6 +19,8 @@ __all__ = ["paged_decode"]
 _TILE_BYTES = 16384
 _PROGRAMS_PER_MULTIPROCESSOR = 2
 _PARTS = 32
+# Loads of pages and of what lies in them share the stages: two blocks of keys and values are in flight.
+_STAGES = 5
 
 
 @triton.jit
@@ -213,7 +215,7 @@ def paged_decode(
         float(dim**-0.5 if scaling is None else scaling), softcap, rows,
         *query.stride()[:2], pool_keys.stride(0), pool_values.stride(0), table.stride(0),
         HEADS=max(16, triton.next_power_of_2(group)), WIDTH=width, PAGE=PAGE, RING=0 if ring is None else ring,
-        num_warps=4, num_stages=3, **shared,
+        num_warps=4, num_stages=_STAGES, **shared,
     )  # fmt: skip
     piece = min(64, width)
     _combine[(rows * group, triton.cdiv(dim, piece))](
