@@ -86,7 +86,7 @@ def _count_up_to(positions, start, stop, limit, LANES: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["window", "chunk", "length", "rows"])
+@triton.jit(do_not_specialize=["window", "chunk", "length", "rows", "tiles"])
 def _bounds(
     positions,
     starts,
@@ -217,7 +217,7 @@ def _band(
     return top, total, found
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["length", "tiles"])
 def _attend_whole(
     query_rows,
     key_rows,
@@ -261,7 +261,7 @@ def _attend_whole(
     tl.store(lse + place, (top + tl.log2(total)) * _LN2, mask=row < length)
 
 
-@triton.jit(do_not_specialize=["window", "length"])
+@triton.jit(do_not_specialize=["window", "length", "tiles"])
 def _attend(
     query,
     key,
@@ -335,7 +335,8 @@ def _attend(
         tile * SPAN, tl.minimum(tile * SPAN + SPAN, length), (top, total, found), scale, softcap, window,
         dim, is_dim, EDGE, STAGES,
     )  # fmt: skip
-    # Every query sees itself.
+    # Every query sees itself; rows beyond the last may see nothing.
+    total = tl.where(total > 0, total, 1.0)
     found = found / total[:, None]
     tl.store(output + place[:, None] * DIM + dim[None, :], found.to(output.dtype.element_ty), mask=known)
     if lse is not None:

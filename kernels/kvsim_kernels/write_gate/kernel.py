@@ -105,10 +105,12 @@ def write_gate(
     out = torch.empty(kv_heads, count, dtype=torch.float32, device=keys_pre.device) if out is None else out
     width, units = max(16, triton.next_power_of_2(dim)), w1.shape[1]
     small = w1.element_size() == 2
-    rows = _FEW if count <= _FEW or not small else 128 if width <= 128 else 64
+    # 32-bit numbers are not multiplied by the matrix units: what a thread holds of a tile are its registers.
+    many, most = (128 if width <= 128 else 64, _HIDDEN) if small else (32, _HIDDEN // 2)
+    rows = _FEW if count <= _FEW else many
     _gate[(triton.cdiv(count, rows), kv_heads)](
         keys_pre, keys_post, w1, b1, w2, b2, out, eps, count, *keys_pre.stride()[:2], *keys_post.stride()[:2],
-        DIM=dim, WIDTH=width, UNITS=units, HIDDEN=min(_HIDDEN, max(16, triton.next_power_of_2(units))), ROWS=rows,
-        num_warps=4 if rows < 128 else 8, num_stages=2,
+        DIM=dim, WIDTH=width, UNITS=units, HIDDEN=min(most, max(16, triton.next_power_of_2(units))), ROWS=rows,
+        num_warps=4 if small and rows < 128 else 8, num_stages=2,
     )  # fmt: skip
     return out
