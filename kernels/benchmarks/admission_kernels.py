@@ -422,8 +422,8 @@ def shown(row: dict[str, Any]) -> str:
     if row["op"] == "vertical_slash":
         return (
             f"vertical_slash {row['length']:,}: {row['ms'].get(row['best'])} ms, {row.get('tflops')} TFLOP/s "
-            f"({row['best']}), gather {row['gather_ms']} ms; dense {row['dense_ms']}; ratios {row.get('ratio')}, with the gather "
-            f"{row.get('ratio_with_gather')}"
+            f"({row['best']}), gather {row['gather_ms']} ms; dense {row['dense_ms']}; ratios {row.get('ratio')}, with "
+            f"the gather {row.get('ratio_with_gather')}"
         )
     return " ".join(f"{key}={value}" for key, value in row.items())
 
