@@ -91,7 +91,7 @@ def promote(
     window : int
         Slots of a ring.
     tau : float
-        Least gate score that is promoted.
+        Least gate score that is promoted, compared in float32.
     lengths : Tensor [R] int32, optional
         Tokens of each row, in ring and global pages; kept up to date for `kvsim_kernels.paged_decode`.
 
@@ -108,7 +108,8 @@ def promote(
     rows = len(new_keys)
     at = pointer.expand(rows).tolist()
     victims = [float(ring_gates[row, at[row]]) for row in range(rows)]
-    promoted = [row for row in range(rows) if victims[row] >= max(tau, 0)]
+    least = max(float(torch.tensor(tau, dtype=torch.float32)), 0)
+    promoted = [row for row in range(rows) if victims[row] >= least]
     opening = [row for row in promoted if int(counts[row]) % PAGE == 0]
     if any(pages + int(counts[row]) // PAGE >= table.shape[1] for row in opening):
         status.fill_(TABLE_FULL)

@@ -85,11 +85,12 @@ def test_positions_end_where_they_should(window, rows, each, tau):
 def test_an_exhausted_pool_loses_nothing(function):
     # Two free pages, three rows that all promote: a step is taken for all rows or for none.
     cache = Cache(3, 4, 5)
-    gates = torch.ones(3, device=DEVICE)
+    # A gate of exactly tau, in float32, is enough.
+    gates = torch.full((3,), 0.7, device=DEVICE)
 
     def step(t):
         key = torch.full((3, DIM), float(t), device=DEVICE)
-        cache.step(function, key, key, gates, 0.5)
+        cache.step(function, key, key, gates, 0.7)
 
     for t in range(4):
         step(t)
@@ -106,6 +107,9 @@ def test_an_exhausted_pool_loses_nothing(function):
     more = torch.full((1, PAGE, DIM), torch.nan, device=DEVICE)
     cache.keys, cache.values = torch.cat([cache.keys, more]), torch.cat([cache.values, more])
     cache.free, cache.top = torch.cat([cache.free, ints(5)]), ints(3)
+    step(4)
+    assert int(cache.status) == EXHAUSTED
+    assert int(cache.top) == 3
     cache.status.zero_()
     step(4)
     assert int(cache.status) == int(cache.top) == 0
