@@ -11,6 +11,7 @@ from kvsim.cli import (
     bench,
     chart,
     compare,
+    duo_heads,
     evaluate,
     fidelity,
     live,
@@ -21,6 +22,7 @@ from kvsim.cli import (
     sweep,
     tasks,
     trace,
+    train_gate,
     train_scorer,
 )
 from kvsim.cli.app import app as explorer
@@ -68,6 +70,8 @@ app.command()(fidelity.fidelity)
 app.command()(policies.policies)
 app.command()(tasks.tasks)
 app.command("train-scorer")(train_scorer.train_scorer)
+app.command("duo-heads")(duo_heads.duo_heads)
+app.command("train-gate")(train_gate.train_gate)
 app.add_typer(analyze.app, name="analyze")
 app.add_typer(trace.app, name="trace")
 app.add_typer(bench.app, name="bench")

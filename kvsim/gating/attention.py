@@ -106,13 +106,13 @@ def flex_write_gated(
 
     mask = _causal(query.shape[2], str(query.device))
     options = {"score_mod": score_mod, "block_mask": mask, "scale": scaling, "enable_gqa": group > 1}
-    if query.device.type == "cuda":
-        found: torch.Tensor = _compiled()(query, key, value, **options)
-        return found
+    function = _compiled() if query.device.type == "cuda" else flex_attention
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-        eager: torch.Tensor = flex_attention(query, key, value, **options)
-        return eager
+        # Tracing looks at .grad of the captured gates, which are no leaves.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        found: torch.Tensor = function(query, key, value, **options)
+        return found
 
 
 @functools.cache

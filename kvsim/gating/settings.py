@@ -6,7 +6,7 @@ from typing import Any
 
 from kvsim.errors import KvsimError
 
-__all__ = ["FORMS", "INSTRUCTION", "Settings"]
+__all__ = ["FORMS", "INSTRUCTION", "Settings", "numbers"]
 
 INSTRUCTION = "Please analyze and summarize the following text:\n\n"
 """Put before every sample, as WG-KV's Appendix C does."""
@@ -114,3 +114,20 @@ class Settings:
     def facts(self) -> dict[str, Any]:
         """Give the settings as JSON data."""
         return asdict(self) | {"taus": list(self.taus)}
+
+
+def numbers(text: str, option: str) -> tuple[float, ...]:
+    """Read numbers with commas between them.
+
+    Raises
+    ------
+    KvsimError
+        If it is something else.
+    """
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise KvsimError(f"{option} {text}: must be numbers with commas between them, as in 0.05,0.1") from None
+    if not all(0 <= number < math.inf for number in found):
+        raise KvsimError(f"{option} {text}: numbers must be at least 0 and finite")
+    return found
