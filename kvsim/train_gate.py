@@ -26,7 +26,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         if field.name == "penalty":
             name = "--lambda"
         if field.name == "taus":
-            parser.add_argument(name, type=lambda text: numbers(text, "--taus"), metavar="TAU,…", **options)
+            options["default"] = ",".join(map(str, Settings.taus))
+            parser.add_argument(name, metavar="TAU,…", **options)
         elif isinstance(field.default, bool):
             parser.add_argument(name, action="store_true", dest=field.name)
         else:
@@ -36,7 +37,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """Read `Settings` from what a parser with `add_settings` found."""
-    return Settings(**{field.name: getattr(options, field.name) for field in fields(Settings)})
+    given = {field.name: getattr(options, field.name) for field in fields(Settings)}
+    return Settings(**given | {"taus": numbers(options.taus, "--taus")})
 
 
 def main(arguments: list[str] | None = None) -> int:

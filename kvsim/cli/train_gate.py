@@ -29,6 +29,8 @@ def train_gate(
     batch: Annotated[int, typer.Option(help="Samples in an update.")] = _DEFAULT.batch,
     length: Annotated[int, typer.Option(help="Tokens of a sample, the instruction included.")] = _DEFAULT.length,
     learning_rate: Annotated[float, typer.Option(help="Peak of AdamW's.")] = _DEFAULT.learning_rate,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = _DEFAULT.weight_decay,
+    warmup: Annotated[float, typer.Option(help="Share of the updates in which the rate rises.")] = _DEFAULT.warmup,
     hidden: Annotated[
         int | None, typer.Option(help="Hidden units of a head's network; 0.4% of the model's parameters if not given.")
     ] = None,
@@ -73,6 +75,8 @@ def train_gate(
         batch=batch,
         length=length,
         learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        warmup=warmup,
         hidden=hidden,
         held_out=held_out,
         taus=numbers(taus, "--taus"),
