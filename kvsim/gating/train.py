@@ -3,8 +3,9 @@
 The loss of an update is ``distill + lambda * sparsity``. ``distill`` is the mean over samples, tokens and dimensions of
 the squared difference between the last hidden states, after the final norm, of the model under write-gated attention
 and of the same model with full attention. ``sparsity`` is the mean of g + g (1 - g) over eligible layers, KV heads and
-tokens, the instruction's included. The paper says L2 and no more; the mean over dimensions makes lambda comparable
-between models of different widths.
+tokens, the instruction's included. The paper says L2 and no more; the mean over dimensions is what the authors'
+published code takes. That code weights a token's sparsity by the share of its later queries beyond the window, which
+the paper does not; the paper is followed here.
 """
 
 import math
