@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvsim_traces.recorder import eos_tokens
 
 from kvsim.errors import unknown_name
-from kvsim.live import LiveRun, decode, prefill
+from kvsim.live import LiveRun, decode, prefill_under
 from kvsim.live.decode import ENGINES
 from kvsim.live.fast.decode import check_machine
 from kvsim.live.prefix import Prefix
@@ -111,9 +111,7 @@ def evaluate(
                     jobs.append(_Job(place, policy, key))
         if jobs and engine == "triton":
             check_machine(next(model.parameters()).device)
-        prefixes = {
-            place: prefill(model, questions[place].tokens) for place in dict.fromkeys(job.place for job in jobs)
-        }
+        prefixes = _read(model, questions, jobs)
         rows: list[list[dict[str, Any]]] = [[] for _ in questions]
         for job, run in zip(jobs, _decoded(model, prefixes, jobs, stops, engine), strict=True):
             rows[job.place].append(job.key | {"chat": chat} | answer_row(tokenizer, questions[job.place], run))
@@ -129,15 +127,24 @@ class _Job:
     key: dict[str, Any]
 
 
+def _read(model: Any, questions: Items[Question], jobs: Items[_Job]) -> list[Prefix]:
+    """Read the questions of jobs, each once for an admission; give every job its prompt."""
+    found: dict[int, Prefix] = {}
+    for place in dict.fromkeys(job.place for job in jobs):
+        numbers = [number for number, job in enumerate(jobs) if job.place == place]
+        policies = [jobs[number].policy for number in numbers]
+        found.update(zip(numbers, prefill_under(model, questions[place].tokens, policies), strict=True))
+    return [found[number] for number in range(len(jobs))]
+
+
 def _decoded(
-    model: Any, prefixes: dict[int, Prefix], jobs: Items[_Job], stops: Items[int], engine: str
+    model: Any, prefixes: Items[Prefix], jobs: Items[_Job], stops: Items[int], engine: str
 ) -> list[LiveRun]:
     """Answer jobs, in their order."""
     if not jobs:
         return []
     if engine == "plain":
-        own = [prefixes[job.place] for job in jobs]
-        return decode(model, own, [job.policy for job in jobs], steps=jobs[0].key["answer_tokens"], stop=stops)
+        return decode(model, prefixes, [job.policy for job in jobs], steps=jobs[0].key["answer_tokens"], stop=stops)
     from kvsim.live.fast import decode_fast
 
     alike: dict[tuple[str, int], list[int]] = {}
@@ -147,12 +154,12 @@ def _decoded(
     runs: dict[int, LiveRun] = {}
     for (_, steps), numbers in alike.items():
         for start in range(0, len(numbers), ROWS):
-            batch = [jobs[number] for number in numbers[start : start + ROWS]]
+            batch = numbers[start : start + ROWS]
             found = decode_fast(
-                model, [prefixes[job.place] for job in batch], [job.policy for job in batch],
+                model, [prefixes[number] for number in batch], [jobs[number].policy for number in batch],
                 steps=steps, stop=stops, graphs=None if steps >= GRAPH_STEPS else False,
             )  # fmt: skip
-            runs.update(zip(numbers[start : start + ROWS], found, strict=True))
+            runs.update(zip(batch, found, strict=True))
     return [runs[number] for number in range(len(jobs))]
 
 

@@ -12,7 +12,7 @@ from kvsim_traces import Trace
 from kvsim.errors import PolicyError
 from kvsim.plan import FloatArray
 
-__all__ = ["Rope", "keys_before", "rope_of"]
+__all__ = ["Rope", "keys_before", "rope_of", "rope_of_config"]
 
 MODEL_TYPES = (
     "gemma",
@@ -129,22 +129,32 @@ def rope_of(trace: Trace, layer: int) -> Rope:
     PolicyError
         If the trace has no model config, or the model rotates in a way that is not known here.
     """
-    model, where = trace.manifest.model, trace.path
+    model, where = trace.manifest.model, str(trace.path)
     if model is None or not model["config"]:
         raise PolicyError(f"{where}: holds no model config (imports have none), so its RoPE parameters are unknown")
-    config: Mapping[str, Any] = model["config"]
+    if trace.head_dim is None:
+        raise PolicyError(f"{where}: a {trace.capture!r} capture without the size of a head has no keys to rotate")
+    return rope_of_config(model["config"], trace.manifest.layers[layer].type, trace.head_dim, where=where)
+
+
+def rope_of_config(config: Mapping[str, Any], layer_type: str, head_dim: int, *, where: str = "model") -> Rope:
+    """Read the rotation of a layer of some type from a model's config; `where` names it in errors.
+
+    Raises
+    ------
+    PolicyError
+        If the model rotates in a way that is not known here.
+    """
     if config.get("model_type") not in MODEL_TYPES:
         raise PolicyError(
             f"{where}: how model type {config.get('model_type')!r} rotates its queries is not known "
             f"(known: {', '.join(MODEL_TYPES)})"
         )
-    if trace.head_dim is None:
-        raise PolicyError(f"{where}: a {trace.capture!r} capture without the size of a head has no keys to rotate")
     try:
-        parameters = _parameters(config, trace.manifest.layers[layer].type)
+        parameters = _parameters(config, layer_type)
         kind = parameters["rope_type"]
         if kind in ROPE_TYPES:
-            return Rope(_frequencies(kind, parameters, trace.head_dim))
+            return Rope(_frequencies(kind, parameters, head_dim))
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise PolicyError(f"{where}: the model config's RoPE parameters are incomplete or wrong ({error!r})") from None
     raise PolicyError(f"{where}: RoPE of type {kind!r} is not known (valid: {', '.join(ROPE_TYPES)})")

@@ -67,25 +67,26 @@ def live(
         _check_gpu(device)
     network, tokenizer = load(model, dtype=dtype, device=device, quiet=quiet or as_json)
 
-    from kvsim.live import LiveRun, decode, prefill
+    from kvsim.live import LiveRun, decode, prefill_under
 
     forced = None if forced_text is None else tokenizer(forced_text, add_special_tokens=False).input_ids
-    prefix = prefill(network, encode(tokenizer, text, chat=chat))
     asked = [one.with_budget(chosen) for one in policies]
+    prefixes = prefill_under(network, encode(tokenizer, text, chat=chat), asked)
     if engine == "triton":
         from kvsim.live.fast.rules import draw_up
 
-        for one in asked:
+        for one, prefix in zip(asked, prefixes, strict=True):
             draw_up([one], [prefix], steps)
+    rows_asked = list(zip(prefixes, asked, strict=True))
     # A batch takes the memory of its fullest row: each policy is to show its own.
-    batches = [[one] for one in asked] if physical else [asked]
+    batches = [[one] for one in rows_asked] if physical else [rows_asked]
     runs: list[LiveRun] = []
     for batch in batches:
         with progress_bar("decoding", quiet=quiet or as_json) as advance:
             runs += decode(
                 network,
-                [prefix] * len(batch),
-                batch,
+                [prefix for prefix, _ in batch],
+                [one for _, one in batch],
                 steps=steps,
                 force=forced,
                 physical=physical,
@@ -117,7 +118,7 @@ def live(
             | ({} if run.allocated_bytes is None else {"allocated_bytes": list(run.allocated_bytes)})
         )
     if as_json:
-        print_json({"prompt_length": prefix.length, "results": rows})
+        print_json({"prompt_length": prefixes[0].length, "results": rows})
         return
     table = narrow_table("policy")
     shown = [] if physical else [name for name in MEASURED if any(row[name] is not None for row in rows)]
@@ -143,7 +144,7 @@ def live(
             say(f"{one}: {before} MB allocated before the first step, {after} MB after it; {run.near_ties} near-ties")
     kind = "evicted keys removed" if physical else "evicted keys masked"
     way = "live" if engine == "plain" else f"live, engine {engine}"
-    say(f"{way}; prompt {prefix.length} tokens; {kind}; {budget_note(chosen)}")
+    say(f"{way}; prompt {prefixes[0].length} tokens; {kind}; {budget_note(chosen)}")
 
 
 def _check_gpu(device: str | None) -> None:

@@ -8,10 +8,20 @@ from typing import Any, Protocol
 
 import torch
 from kvsim_traces.hooks import Tensors, implementation_set, register_twin
+from kvsim_traces.manifest import LayerInfo
 
 from kvsim.errors import KvsimError
 
-__all__ = ["Call", "Watcher", "attended", "full_rows", "is_watching", "masked_attention", "masked_logits", "watched"]
+__all__ = [
+    "Call",
+    "Watcher",
+    "attended",
+    "causal",
+    "full_rows",
+    "is_watching",
+    "masked_logits",
+    "watched",
+]
 
 _PREFIX = "kvsim_live_"
 
@@ -107,36 +117,16 @@ def _answer(module: torch.nn.Module, tensors: Tensors, options: dict[str, Any]) 
     return None if output is None else (output, None)
 
 
-def masked_attention(
-    call: Call, visible: torch.Tensor, seen: torch.Tensor, *, rows: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend to what is visible, and say what the queries would look at if nothing had been evicted.
+def masked_logits(call: Call, seen: torch.Tensor) -> torch.Tensor:
+    """Compute logits [batch, Hk, H / Hk, q, n], minus infinity outside `seen`.
 
     Parameters
     ----------
     call : Call
-        Queries, keys, values; logits are taken in float32 (float64 for a float64 model).
-    visible : Tensor [batch or 1, Hk or 1, q or 1, n]
-        Boolean: what each KV head's queries may see.
-    seen : Tensor, as `visible`
-        Boolean: what they could see in a full cache, `visible` included.
-    rows : bool
-        Whether to compute the rows.
-
-    Returns
-    -------
-    output : Tensor [batch, q, H, d]
-        In the queries' type.
-    rows : Tensor [batch, H, q, n] float32, or None
-        Softmax over `seen`; a sink takes its share.
+        Queries and keys; logits are taken in float32 (float64 for a float64 model).
+    seen : Tensor [batch or 1, Hk or 1, q or 1, n]
+        Boolean: what each KV head's queries may look at.
     """
-    logits = masked_logits(call, seen)
-    full = full_rows(call, logits) if rows else None
-    return attended(call, logits, visible), full
-
-
-def masked_logits(call: Call, seen: torch.Tensor) -> torch.Tensor:
-    """Compute the logits [batch, Hk, H / Hk, q, n] of `masked_attention`, minus infinity outside `seen`."""
     query, key = call.query, call.key
     batch, heads, length, dim = query.shape
     group = heads // key.shape[1]
@@ -150,17 +140,29 @@ def masked_logits(call: Call, seen: torch.Tensor) -> torch.Tensor:
 
 
 def full_rows(call: Call, logits: torch.Tensor) -> torch.Tensor:
-    """Give the rows of `masked_attention`."""
+    """Give the softmax [batch, H, q, n] of logits in float32: what the queries look at; a sink takes its share."""
     return _softmax(logits, call.sink_logits).float().flatten(1, 2)
 
 
 def attended(call: Call, logits: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Give the output of `masked_attention`; the logits are masked on the way."""
+    """Attend to what is visible, [batch, q, H, d] in the values' type; the logits are masked on the way."""
     value = call.value
     batch, kv_heads, group, length, positions = logits.shape
     weights = _softmax(logits.masked_fill_(~visible.unsqueeze(2), -torch.inf), call.sink_logits)
     output = weights.to(value.dtype).reshape(batch, kv_heads, group * length, positions) @ value
     return output.view(batch, kv_heads * group, length, -1).transpose(1, 2)
+
+
+def causal(info: LayerInfo, own: torch.Tensor, positions: int) -> torch.Tensor:
+    """Mark what queries at positions `own` [batch, q] could see of a layer in a full cache, [batch, 1, q, positions]."""
+    columns, own = torch.arange(positions, device=own.device), own.unsqueeze(-1)
+    seen = columns <= own
+    window = info.sliding_window
+    if window is not None and info.type == "chunked_attention":
+        seen = seen & (columns // window == own // window)
+    elif window is not None:
+        seen = seen & (columns > own - window)
+    return seen.unsqueeze(1)
 
 
 def _softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -11,8 +11,10 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvsim.errors import KvsimError
-from kvsim.live.attention import Call, is_watching, masked_attention, watched
+from kvsim.live.attention import Call, attended, full_rows, is_watching, masked_logits, watched
+from kvsim.live.keepers import keepers_of
 from kvsim.live.prefix import PrefillWatcher, Prefix, PrefixLayer, config_of, to_numpy
+from kvsim.live.reading import read_marks
 from kvsim.live.sequence import Sequence
 from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget
@@ -100,7 +102,8 @@ class LiveLayer(CacheLayerMixin):  # type: ignore[misc]
 class KVSimCache(Cache):  # type: ignore[misc]
     """A cache that scores and evicts as a policy says, for `model.generate` and for `kvsim.live.decode`.
 
-    The first forward is the prefill, run by the model's own attention; every later one feeds one token.
+    The first forward is the prefill, run by the model's own attention, or under the policy's admission; every later one
+    feeds one token.
 
     Parameters
     ----------
@@ -174,7 +177,9 @@ class KVSimCache(Cache):  # type: ignore[misc]
         """
         if self.sequences and self.sequences[0].done:
             raise KvsimError("this cache has been used; a new sequence needs a new one")
-        self._prefill = PrefillWatcher(model)
+        self._prefill = PrefillWatcher(
+            model, [None] if self.sequences else keepers_of(model, self.policies, self.eligible)
+        )
         self._config = config_of(model)
         with watched(model, self):
             yield
@@ -207,8 +212,7 @@ class KVSimCache(Cache):  # type: ignore[misc]
             if self._prefill is None:
                 raise KvsimError("the prefill failed; start again with a new cache")
             if not self._prefill.calls or call.layer > self._prefill.calls[-1][0].layer:
-                self._prefill.attend(call)
-                return None
+                return self._prefill.attend(call)
             self._end_prefill()
         if call.query.shape[2] != 1:
             raise KvsimError(f"a decode step feeds one token, got {call.query.shape[2]}; the prefill is one piece")
@@ -225,23 +229,42 @@ class KVSimCache(Cache):  # type: ignore[misc]
             columns = self.layers[own.index].columns
             marks = self._visible[place].to(columns.device)
             visible = seen & marks.gather(2, columns.clamp(min=0)).unsqueeze(2)
-        output, rows = masked_attention(call, visible, seen, rows=True)
+        logits = masked_logits(call, seen)
+        rows = full_rows(call, logits)
+        if own.info.eligible:
+            visible = self._read(call, visible, rows)
+        output = attended(call, logits, visible)
         self._calls.append(call)
         self._rows.append(rows)
         if len(self._calls) == len(self._layers):
             self._end_step()
         return output
 
+    def _read(self, call: Call, visible: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Keep of what is visible [batch, Hk, 1, n] what the policies' selections read."""
+        if all(one.plan.selection is None for one in self.sequences):
+            return visible
+        read = visible.expand(len(self.sequences), *visible.shape[1:]).clone()
+        for row, (one, over) in enumerate(zip(self.sequences, self.over, strict=True)):
+            selection, admission = one.plan.selection, one.plan.admission
+            if selection is not None and not over:
+                window = 0 if admission is None else admission.window
+                read[row, :, 0] = read_marks(
+                    selection, visible[row, :, 0], rows[row, :, 0], call.query[row, :, 0], call.key[row], window
+                )
+        return read
+
     def _end_prefill(self) -> None:
         assert self._prefill is not None
-        first = self._prefill.calls[0][0]
-        starts = left_padding(first.mask, first.query.shape[0], first.query.shape[2])
+        length, starts = self._prefill.calls[0][0].query.shape[2], self._prefill.starts()
         prefixes = [
             Prefix(
-                [0] * (first.query.shape[2] - start),
+                [0] * (length - start),
                 self._prefill.layers(row, start, self.eligible),
                 None,
                 self._config,
+                keeper=self._prefill.keeper(row),
+                admitted=self._prefill.admitted(row),
             )
             for row, start in enumerate(starts)
         ]
@@ -337,29 +360,3 @@ class KVSimCache(Cache):  # type: ignore[misc]
 def _stacked(parts: list[torch.Tensor]) -> Any:
     """Copy one tensor a layer to the host, [K, …]; layers may lie on several devices."""
     return to_numpy(torch.stack([part.to(parts[0].device) for part in parts]))
-
-
-def left_padding(mask: torch.Tensor | None, batch: int, length: int) -> list[int]:
-    """Give each row's first column that is not padding, from what a layer's prefill was called with.
-
-    Parameters
-    ----------
-    mask : Tensor or None
-        [batch, length] as flash attention takes it, or [batch, 1, length, length], boolean or additive; None for no
-        padding. A token that is no padding sees itself, also in a sliding window.
-    batch, length : int
-        Of the prefill.
-
-    Raises
-    ------
-    KvsimError
-        If padding follows a token.
-    """
-    if mask is None:
-        return [0] * batch
-    own = mask[:, 0].diagonal(dim1=-2, dim2=-1) if mask.ndim == 4 else mask
-    tokens = own == 0 if mask.ndim == 4 and mask.is_floating_point() else own != 0
-    tokens = tokens.expand(batch, -1)
-    if bool((tokens[:, :-1] & ~tokens[:, 1:]).any()):
-        raise KvsimError("a prompt is padded on the right; set the tokenizer's padding_side to 'left'")
-    return [int(start) for start in length - tokens.sum(dim=1)]

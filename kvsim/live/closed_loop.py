@@ -33,7 +33,7 @@ from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget, replay_many
 from kvsim.result import Result
 
-__all__ = ["NARROWEST", "ClosedLoop", "Pass", "closed_loop", "open_loop_guess"]
+__all__ = ["NARROWEST", "ClosedLoop", "Pass", "check_closed", "closed_loop", "open_loop_guess"]
 
 BATCH = 8
 """Policies in one pass, by default; memory holds their rows of all steps."""
@@ -160,6 +160,8 @@ def closed_loop(
     most = len(forced) if max_passes is None else max_passes
     chosen = choose_budget(compression_ratio, budget)
     parsed = [(parse(one) if isinstance(one, str) else one).with_budget(chosen) for one in policies]
+    for policy in parsed:
+        check_closed(policy)
     runs = [_Run(live_policy(policy), prefix, forced) for policy in parsed]
     waiting, active = list(runs), list[_Run]()
     while waiting or active:
@@ -176,6 +178,20 @@ def closed_loop(
         if progress is not None:
             progress(len(runs) - len(waiting) - len(active), len(runs))
     return [run.finished() for run in runs]
+
+
+def check_closed(policy: Policy) -> None:
+    """Refuse what acts on more than the visible sets of decode steps.
+
+    Raises
+    ------
+    PolicyError
+        On ``admit=``, which acts on the prompt too, and ``select=``.
+    """
+    expanded = policy.expand()
+    for axis in ("admit", "select"):
+        if getattr(expanded, axis) is not None:
+            raise PolicyError(f"{policy}: a closed loop does not run {axis}=; decode live, or kvsim loss, can")
 
 
 class _Run:

@@ -10,10 +10,10 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvsim.errors import KvsimError
-from kvsim.live.attention import Call, attended, full_rows, masked_logits, watched
-from kvsim.live.prefix import Floats, Prefix, PrefixLayer, cache_argument, to_numpy
+from kvsim.live.attention import Call, attended, causal, full_rows, masked_logits, watched
+from kvsim.live.prefix import Floats, Prefix, cache_argument, to_numpy
 
-__all__ = ["NEVER", "IntArray", "Lane", "causal", "masked_pass"]
+__all__ = ["NEVER", "IntArray", "Lane", "masked_pass"]
 
 IntArray = npt.NDArray[np.int32]
 
@@ -124,7 +124,7 @@ class _PassWatcher:
             raise KvsimError(f"model: layer {layer.index} attends to keys of another layer; every layer needs its own")
         kind = layer.info.type, layer.info.sliding_window
         if kind not in self._seen:
-            self._seen[kind] = causal(layer, self._prefix.length + self._steps, call.key.shape[2])
+            self._seen[kind] = causal(layer.info, self._prefix.length + self._steps, call.key.shape[2])
         seen = self._seen[kind]
         logits = masked_logits(call, seen)
         queries = to_numpy(call.query)
@@ -148,18 +148,6 @@ class _PassWatcher:
             gone = gone[:, :1]
         # Steps count from 1 where they evict.
         return torch.from_numpy(gone).to(self._steps.device).unsqueeze(2) > self._steps[:, None, :, None]
-
-
-def causal(layer: PrefixLayer, own: torch.Tensor, positions: int) -> torch.Tensor:
-    """Mark what queries at `own` [lanes, q] could see in a full cache, [lanes, 1, q, positions]."""
-    columns, own = torch.arange(positions, device=own.device), own.unsqueeze(-1)
-    seen = columns <= own
-    window = layer.info.sliding_window
-    if window is not None and layer.info.type == "chunked_attention":
-        seen = seen & (columns // window == own // window)
-    elif window is not None:
-        seen = seen & (columns > own - window)
-    return seen.unsqueeze(1)
 
 
 class _PassLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -1,5 +1,6 @@
 """The prompt, read once: keys and values of every layer, and what policies want to know about its queries."""
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -16,9 +17,22 @@ from kvsim_traces.manifest import LayerInfo
 from kvsim_traces.request import eligible_flags
 
 from kvsim.errors import KvsimError
+from kvsim.live.admitted import Admitted, admitted_attention
 from kvsim.live.attention import Call, watched
+from kvsim.live.gatekeeper import Decision, Gatekeeper
 
-__all__ = ["Floats", "Prefix", "PrefixLayer", "cache_argument", "prefill", "prefix_of_trace", "to_numpy"]
+__all__ = [
+    "Floats",
+    "PrefillWatcher",
+    "Prefix",
+    "PrefixLayer",
+    "cache_argument",
+    "left_padding",
+    "prefill",
+    "prefix_of_trace",
+    "run_prompt",
+    "to_numpy",
+]
 
 Floats = npt.NDArray[np.float32]
 
@@ -78,6 +92,10 @@ class Prefix:
         The model's config.
     trace : Trace or None
         The recording of this prompt, if there is one.
+    keeper : Gatekeeper or None
+        Whose admission the prompt was read under; None for a full cache.
+    admitted : Admitted or None
+        What it decided.
     """
 
     tokens: list[int]
@@ -85,6 +103,8 @@ class Prefix:
     logits: torch.Tensor | None = field(repr=False)
     config: dict[str, Any] = field(repr=False)
     trace: Trace | None = None
+    keeper: Gatekeeper | None = field(default=None, repr=False)
+    admitted: Admitted | None = field(default=None, repr=False)
 
     @property
     def length(self) -> int:
@@ -133,13 +153,25 @@ class Prefix:
 
 
 class PrefillWatcher:
-    """Keeps what the prefill's attention is called with, and lets the model's own attention run."""
+    """Keeps what the prefill's attention is called with.
 
-    def __init__(self, model: Any) -> None:
+    The model's own attention runs, but for eligible layers under admission, whose queries see what was admitted.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    keepers : sequence of Gatekeeper or None
+        For each row of the batch, or one for all.
+    """
+
+    def __init__(self, model: Any, keepers: Items[Gatekeeper | None] = (None,)) -> None:
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.calls: list[tuple[Call, LayerInfo]] = []
+        self.keepers = list(keepers)
+        self._starts: list[int] = []
+        self._decided: list[list[Decision | None]] = []
 
-    def attend(self, call: Call) -> None:
+    def attend(self, call: Call) -> torch.Tensor | None:
         """See `Watcher.attend`."""
         info = layer_info(
             AttentionCall(
@@ -150,6 +182,56 @@ class PrefillWatcher:
             self.config,
         )  # fmt: skip
         self.calls.append((call, info))
+        if any(keeper is not None and call.layer in keeper.layers for keeper in self.keepers):
+            return self._admit(call, info)
+        return None
+
+    def starts(self) -> list[int]:
+        """Give each row's first column that is not padding."""
+        if not self._starts:
+            call = self.calls[0][0]
+            self._starts = left_padding(call.mask, call.query.shape[0], call.query.shape[2])
+        return self._starts
+
+    def keeper(self, row: int) -> Gatekeeper | None:
+        """Give who decides about a row."""
+        return self.keepers[row if len(self.keepers) > 1 else 0]
+
+    def admitted(self, row: int) -> Admitted | None:
+        """Give what was decided about a row's prompt, None without admission."""
+        keeper = self.keeper(row)
+        if keeper is None:
+            return None
+        found = [own for of_layer in self._decided if (own := of_layer[row]) is not None]
+        scores = [part for _, part in found if part is not None]
+        return Admitted(
+            keeper.name,
+            keeper.window,
+            torch.cat([marks.cpu() for marks, _ in found]).numpy(),
+            torch.cat([part.cpu() for part in scores]).numpy() if scores else None,
+            keeper.gate_facts,
+        )
+
+    def _admit(self, call: Call, info: LayerInfo) -> torch.Tensor:
+        batch, kv_heads, length, _ = call.key.shape
+        if call.query.shape[2] != length:
+            raise KvsimError("the prefill is one piece; its queries and keys must be equally many")
+        if len(self.keepers) == 1:
+            self.keepers = self.keepers * batch
+        if len(self.keepers) != batch:
+            raise KvsimError(f"{len(self.keepers)} policies for a batch of {batch}; give one, or one for each")
+        place = {"device": call.key.device}
+        marks = torch.ones(batch, kv_heads, length, dtype=torch.bool, **place)
+        decided: list[Decision | None] = []
+        for row, (keeper, start) in enumerate(zip(self.keepers, self.starts(), strict=True)):
+            own = None
+            if keeper is not None and call.layer in keeper.layers:
+                own = keeper.decide(call.layer, call.key[row, :, start:], 0)
+                marks[row, :, start:] = own[0]
+            decided.append(own)
+        self._decided.append(decided)
+        windows = torch.tensor([1 if keeper is None else keeper.window for keeper in self.keepers], **place)
+        return admitted_attention(call, info, marks, windows, torch.tensor(self.starts(), **place))
 
     def layers(self, row: int, start: int, eligible: str | tuple[int, ...]) -> list[PrefixLayer]:
         """Give one batch row's layers, without its first `start` columns.
@@ -190,9 +272,14 @@ class PrefillWatcher:
 
 
 def prefill(
-    model: Any, tokens: list[int], *, eligible: str | tuple[int, ...] = "full", trace: Trace | None = None
+    model: Any,
+    tokens: list[int],
+    *,
+    eligible: str | tuple[int, ...] = "full",
+    trace: Trace | None = None,
+    keeper: Gatekeeper | None = None,
 ) -> Prefix:
-    """Run a model's own attention over a prompt.
+    """Run a model's own attention over a prompt, or under admission.
 
     Parameters
     ----------
@@ -204,11 +291,30 @@ def prefill(
         Layers that policies score and evict; full-attention ones by default.
     trace : Trace, optional
         The recording of this prompt, which holds what a prefill does not give (kvzip's scores).
+    keeper : Gatekeeper, optional
+        See `kvsim.live.keepers.keeper_of`: what may be seen of the prompt outside a query's local window.
 
     Raises
     ------
     KvsimError
         If a token is outside the vocabulary, or the model's layers are not standard attention.
+    """
+    last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    outputs, watcher = run_prompt(model, tokens, keeper, **last)
+    layers = watcher.layers(0, 0, eligible)
+    return Prefix(
+        [int(token) for token in tokens], layers, outputs.logits[0, -1].float(), config_of(model), trace,
+        keeper, watcher.admitted(0),
+    )  # fmt: skip
+
+
+def run_prompt(model: Any, tokens: list[int], keeper: Gatekeeper | None, **options: Any) -> tuple[Any, PrefillWatcher]:
+    """Run a model over a prompt; give its outputs, and the watcher of its attention.
+
+    Raises
+    ------
+    KvsimError
+        As `prefill`.
     """
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     if hasattr(tokens, "tolist"):
@@ -220,13 +326,11 @@ def prefill(
     for token in tokens:
         if not 0 <= token < vocabulary:
             raise KvsimError(f"prompt: token {token} is outside the vocabulary of {vocabulary}")
-    watcher = PrefillWatcher(model)
-    last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    watcher = PrefillWatcher(model, [keeper])
     device = model.get_input_embeddings().weight.device
     with torch.inference_mode(), watched(model, watcher):
-        outputs = model(input_ids=torch.tensor([tokens], device=device), use_cache=False, **last)
-    layers = watcher.layers(0, 0, eligible)
-    return Prefix(list(tokens), layers, outputs.logits[0, -1].float(), config_of(model), trace)
+        outputs = model(input_ids=torch.tensor([tokens], device=device), use_cache=False, **options)
+    return outputs, watcher
 
 
 def prefix_of_trace(trace: Trace, model: Any) -> Prefix:
@@ -290,3 +394,29 @@ def to_numpy(tensor: torch.Tensor) -> Floats:
     """Copy a tensor to the host in float32; one that is there already is shared."""
     array: Floats = tensor.detach().float().cpu().numpy()
     return array
+
+
+def left_padding(mask: torch.Tensor | None, batch: int, length: int) -> list[int]:
+    """Give each row's first column that is not padding, from what a layer's prefill was called with.
+
+    Parameters
+    ----------
+    mask : Tensor or None
+        [batch, length] as flash attention takes it, or [batch, 1, length, length], boolean or additive; None for no
+        padding. A token that is no padding sees itself, also in a sliding window.
+    batch, length : int
+        Of the prefill.
+
+    Raises
+    ------
+    KvsimError
+        If padding follows a token.
+    """
+    if mask is None:
+        return [0] * batch
+    own = mask[:, 0].diagonal(dim1=-2, dim2=-1) if mask.ndim == 4 else mask
+    tokens = own == 0 if mask.ndim == 4 and mask.is_floating_point() else own != 0
+    tokens = tokens.expand(batch, -1)
+    if bool((tokens[:, :-1] & ~tokens[:, 1:]).any()):
+        raise KvsimError("a prompt is padded on the right; set the tokenizer's padding_side to 'left'")
+    return [int(start) for start in length - tokens.sum(dim=1)]

@@ -6,18 +6,21 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from kvsim_traces.manifest import LayerInfo
 
+from kvsim.admission import Admission
+from kvsim.admitting import pooled_targets
 from kvsim.engines import DEFAULT_ENGINE, get_engine
 from kvsim.engines.stepper import Step, Stepper
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.live.prefix import Floats, Prefix
 from kvsim.live.run_trace import RunTrace
 from kvsim.plan import Plan
-from kvsim.policy import Policy
+from kvsim.policy import AXES, Policy
 from kvsim.result import Result
 
-__all__ = ["Sequence", "live_policy", "per_head"]
+__all__ = ["Sequence", "admission_name", "live_policy", "per_head"]
 
 BoolArray = npt.NDArray[np.bool_]
 Entry = TypeVar("Entry", bound=np.generic)
@@ -40,8 +43,10 @@ class Sequence:
 
     def __init__(self, policy: Policy, prefix: Prefix, steps: int, *, full_rows: bool = True) -> None:
         self.policy, self.prefix = live_policy(policy), prefix
+        self._check_admission()
         self.trace = RunTrace(prefix, steps, full_rows=full_rows)
-        self.plan = policy.plan(self.trace)
+        self._admission = self._begun(steps)
+        self.plan = self._planned()
         self.steps = steps
         self.done = 0
         self.last: Step | None = None
@@ -77,6 +82,11 @@ class Sequence:
         """Give a sequence that goes its own way from here."""
         other = copy(self)
         other.trace, other._stepper = self.trace.copy(), self._stepper.copy()
+        if self._admission is not None:
+            own = self._admission
+            scores = None if own.scores is None else own.scores.copy()
+            other._admission = replace(own, admitted=own.admitted.copy(), scores=scores)
+            other.plan = other._stepper.plan = replace(self.plan, admission=other._admission)
         return other
 
     def retained_per_head(self) -> BoolArray:
@@ -86,15 +96,55 @@ class Sequence:
     def advance(self, token: int, rows: Floats, queries: Floats, keys: Floats, values: Floats) -> Step:
         """Take in one step's rows [K, H, L0 + t] and vectors (see `RunTrace.append`), and evict."""
         self.done += 1
-        self.trace.append(token, rows, queries, keys, values)
+        self.trace.append(token, rows, queries, keys, values, self._decide(keys))
         if reads_vectors(self.plan, self.done):
             # Scores of keys exist once the keys do: the plan for as far as the run has come.
-            self.plan = self._stepper.plan = self.policy.plan(self.trace)
+            self.plan = self._stepper.plan = self._planned()
+        elif self.plan.targets is not None:
+            # How many stay depends on what every head has admitted so far.
+            self.plan = self._stepper.plan = replace(self.plan, targets=pooled_targets(self.plan))
         layers = list(self.plan.groups.layers)
         self.last = self._stepper.step(self.done, rows[layers].astype(np.float64))
         self.evictions += int((self.evicted_at == self.done).sum())
         self.near_ties += int((self.last.margins < NEAR).sum())
         return self.last
+
+    def _check_admission(self) -> None:
+        wanted, found = admission_name(self.policy), None if self.prefix.admitted is None else self.prefix.admitted.name
+        if wanted != found:
+            asked = "everything" if wanted is None else wanted
+            raise KvsimError(
+                f"{self.policy}: admits {asked}, but its prompt was read with admission of {found or 'everything'}; "
+                "read the prompt under the policy: kvsim.live.prefill_under(model, tokens, [policy])"
+            )
+
+    def _begun(self, steps: int) -> Admission | None:
+        """Give the admission of the prompt; later positions follow as they come."""
+        known = self.prefix.admitted
+        if known is None:
+            return None
+        pad = ((0, 0), (0, steps))
+        scores = None if known.scores is None else np.pad(known.scores.astype(np.float64), pad)
+        return Admission(known.window, np.pad(known.admitted, pad), scores)
+
+    def _planned(self) -> Plan:
+        plan = self.policy.plan(self.trace)
+        return plan if self._admission is None else replace(plan, admission=self._admission)
+
+    def _decide(self, keys: Floats) -> Floats | None:
+        """Decide about a step's keys [K, Hk, d]; give the gates [K, Hk] where there is a gate."""
+        keeper, position = self.prefix.keeper, self.prefix.length + self.done - 1
+        if keeper is None or self._admission is None:
+            return None
+        gates = np.zeros(keys.shape[:2], np.float32) if self._admission.scores is not None else None
+        for ordinal, (place, layer) in enumerate(zip(self.prefix.eligible, keeper.layers, strict=True)):
+            marks, scores = keeper.decide(layer, torch.from_numpy(keys[place]).unsqueeze(1), position)
+            own = slice(ordinal * keys.shape[1], (ordinal + 1) * keys.shape[1])
+            self._admission.admitted[own, position] = marks[:, 0].numpy()
+            if scores is not None and gates is not None and self._admission.scores is not None:
+                gates[place] = scores[:, 0].numpy()
+                self._admission.scores[own, position] = gates[place]
+        return gates
 
     def adopt(self, done: int, evicted_at: npt.NDArray[np.int32] | None = None, *, near_ties: int = 0) -> None:
         """Take over what was decided elsewhere: `done` steps, and [G, positions] when each position went.
@@ -139,6 +189,11 @@ class Sequence:
         self.trace.end()
         plan = replace(self.policy.plan(self.trace), control=None, a=self._stepper.a, b=self._stepper.b)
         plan = replace(plan, a=plan.a[: self.done], b=plan.b[: self.done])
+        if self._admission is not None:
+            # As it was decided here, by the model's own numbers.
+            own, positions = self._admission, self.trace.num_positions
+            scores = None if own.scores is None else own.scores[:, :positions]
+            plan = replace(plan, admission=replace(own, admitted=own.admitted[:, :positions], scores=scores))
         engine = DEFAULT_ENGINE
         (outcome,) = get_engine(engine)(self.trace, [plan])
         assert outcome.evicted_at is not None
@@ -165,6 +220,12 @@ class Sequence:
 NEAR = 1e-5
 """States on either side of a cut that differ by less than this share of their size may swap when sums are rounded
 differently: a batched pass and a single token's do."""
+
+
+def admission_name(policy: Policy) -> str | None:
+    """Give a policy's ``admit`` axis as text, None if it admits everything."""
+    admit = policy.expand().admit
+    return None if admit is None else AXES["admit"].write(admit)
 
 
 def live_policy(policy: Policy) -> Policy:

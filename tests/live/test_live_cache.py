@@ -7,8 +7,7 @@ from transformers import BloomConfig, BloomForCausalLM, Qwen3NextConfig, Qwen3Ne
 
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.live import KVSimCache, decode, prefill
-from kvsim.live.cache import left_padding
-from kvsim.live.prefix import cache_argument
+from kvsim.live.prefix import cache_argument, left_padding
 
 L0 = len(PROMPT)
 STEPS = 8

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvsim.errors import KvsimError
-from kvsim.live.closed_loop import NARROWEST, Pass, open_loop_guess
+from kvsim.live.closed_loop import NARROWEST, Pass, check_closed, open_loop_guess
 from kvsim.live.decode import check_forced
 from kvsim.live.device.masked import Lanes, Window, masked_pass
 from kvsim.live.device.stepper import Rules
@@ -90,6 +90,8 @@ def closed_loop_on_device(
         raise KvsimError(f"batch must be at least 1, got {batch}")
     chosen = choose_budget(compression_ratio, budget)
     parsed = [live_policy((parse(one) if isinstance(one, str) else one).with_budget(chosen)) for one in policies]
+    for policy in parsed:
+        check_closed(policy)
     sequences = [Sequence(policy, prefix, len(forced)) for policy in parsed]
     kinds: dict[str, list[int]] = {}
     for place, sequence in enumerate(sequences):

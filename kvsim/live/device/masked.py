@@ -7,8 +7,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvsim.errors import KvsimError
-from kvsim.live.attention import Call, attended, full_rows, masked_logits, watched
-from kvsim.live.masked_pass import causal
+from kvsim.live.attention import Call, attended, causal, full_rows, masked_logits, watched
 from kvsim.live.prefix import Prefix, cache_argument
 
 __all__ = ["Decide", "Lanes", "Window", "masked_pass"]
@@ -128,7 +127,7 @@ class _Watcher:
             raise KvsimError(f"model: layer {layer.index} attends to keys of another layer; every layer needs its own")
         kind = layer.info.type, layer.info.sliding_window
         if kind not in self._seen:
-            self._seen[kind] = causal(layer, window.places[1], self._columns)
+            self._seen[kind] = causal(layer.info, window.places[1], self._columns)
         seen = self._seen[kind]
         logits = masked_logits(call, seen)
         place = self._place.get(call.layer)

@@ -92,6 +92,10 @@ def draw_up(policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tup
         sequence.policy = policy
         sequences.append(sequence)
     plans = [sequence.plan for sequence in sequences]
+    for policy, plan in zip(policies, plans, strict=True):
+        for axis, part in (("admit", plan.admission), ("select", plan.selection)):
+            if part is not None:
+                raise PolicyError(f"{policy}: the fast form does not run {axis}=; the plain engine can (engine 'plain')")
     grows = all(_grows(plan, prefix.length + steps) for plan, prefix in zip(plans, prefixes, strict=True))
     longest = max(plans, key=lambda plan: plan.m0.shape[1])
     if not grows:
