@@ -137,9 +137,7 @@ def _read(model: Any, questions: Items[Question], jobs: Items[_Job]) -> list[Pre
     return [found[number] for number in range(len(jobs))]
 
 
-def _decoded(
-    model: Any, prefixes: Items[Prefix], jobs: Items[_Job], stops: Items[int], engine: str
-) -> list[LiveRun]:
+def _decoded(model: Any, prefixes: Items[Prefix], jobs: Items[_Job], stops: Items[int], engine: str) -> list[LiveRun]:
     """Answer jobs, in their order."""
     if not jobs:
         return []

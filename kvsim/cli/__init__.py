@@ -15,6 +15,7 @@ from kvsim.cli import (
     evaluate,
     fidelity,
     live,
+    loss,
     policies,
     predict,
     record,
@@ -64,6 +65,7 @@ app.command()(chart.chart)
 app.command("app")(explorer)
 app.command()(record.record)
 app.command()(live.live)
+app.command()(loss.loss)
 app.command("eval")(evaluate.evaluate)
 app.command()(predict.predict)
 app.command()(fidelity.fidelity)

@@ -74,7 +74,9 @@ def admitted_attention(
         visible = visible & (columns >= starts) & _reach(info, own[:, None], columns, starts)
         # Padding sees itself: a softmax over nothing would not be a number.
         visible = visible | (distance == 0)
-        part = replace(call, query=call.query[:, :, first:last], key=call.key[:, :, :last], value=call.value[:, :, :last])
+        part = replace(
+            call, query=call.query[:, :, first:last], key=call.key[:, :, :last], value=call.value[:, :, :last]
+        )
         output[:, first:last] = attended(part, masked_logits(part, visible), visible)
     return output
 

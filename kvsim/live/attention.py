@@ -154,7 +154,7 @@ def attended(call: Call, logits: torch.Tensor, visible: torch.Tensor) -> torch.T
 
 
 def causal(info: LayerInfo, own: torch.Tensor, positions: int) -> torch.Tensor:
-    """Mark what queries at positions `own` [batch, q] could see of a layer in a full cache, [batch, 1, q, positions]."""
+    """Mark what queries at positions `own` [batch, q] could see in a full cache, [batch, 1, q, positions]."""
     columns, own = torch.arange(positions, device=own.device), own.unsqueeze(-1)
     seen = columns <= own
     window = info.sliding_window

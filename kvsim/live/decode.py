@@ -89,6 +89,7 @@ def decode(
     seed: int = 0,
     stop: Items[int] = (),
     keep_logits: bool = False,
+    on_logits: Callable[[int, int, torch.Tensor], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
     engine: str = "plain",
 ) -> list[LiveRun]:
@@ -117,6 +118,8 @@ def decode(
         Tokens after which a row ends (they are fed, as the recorder does).
     keep_logits : bool
         Whether to keep every step's logits.
+    on_logits : callable, optional
+        Called with (row, step from 1, logits [vocabulary]) after each step; of the plain engine.
     progress : callable, optional
         Called with (steps done, steps in all).
     engine : {"plain", "triton"}
@@ -148,6 +151,8 @@ def decode(
     forced = None if force is None else check_forced(force, model)
     steps = steps if forced is None else min(steps, len(forced))
     if engine == "triton":
+        if on_logits is not None:
+            raise KvsimError("on_logits needs engine 'plain'")
         from kvsim.live.fast import decode_fast
 
         if steps < 1:
@@ -191,6 +196,8 @@ def decode(
             for row in range(count):
                 if not cache.over[row]:
                     logits[row] = outputs.logits[row, -1].float()
+                    if on_logits is not None:
+                        on_logits(row, t, known_logits(logits[row]))
                     if keep_logits:
                         kept[row].append(known_logits(logits[row]))
                     cache.over[row] = forced is None and tokens[row] in stop

@@ -8,12 +8,11 @@ import numpy.typing as npt
 
 from kvsim.admissions.wgkv import Wgkv
 from kvsim.context import Context
-from kvsim.errors import PolicyError
 from kvsim.live.gate import Unrotated
 from kvsim.live.gatekeeper import FixedKeeper, GateKeeper, Gatekeeper
 from kvsim.live.prefix import Prefix, prefill
 from kvsim.live.run_trace import RunTrace
-from kvsim.live.sequence import admission_name
+from kvsim.live.sequence import admission_name, live_policy
 from kvsim.plan import Groups
 from kvsim.policy import Policy
 from kvsim.protect import Protect
@@ -52,8 +51,7 @@ def keeper_of(
     admit, name = policy.expand().admit, admission_name(policy)
     if admit is None or name is None:
         return None
-    if admit.needs_future:
-        raise PolicyError(f"{policy}: reads what later queries attend to; it can be replayed, not run live")
+    live_policy(policy)
     probe = prefill(model, [0], eligible=eligible) if probe is None else probe
     places = tuple(probe.eligible)
     layers = tuple(probe.layers[place].index for place in places)
@@ -91,7 +89,7 @@ def keepers_of(
     for policy in policies:
         name = admission_name(policy)
         if name not in known:
-            if probe is None and not policy.expand().admit.needs_future:
+            if probe is None and not policy.needs_future:
                 probe = prefill(model, [0], eligible=eligible)
             known[name] = keeper_of(model, policy, eligible, probe=probe)
     return [known[admission_name(policy)] for policy in policies]

@@ -299,8 +299,7 @@ def prefill(
     KvsimError
         If a token is outside the vocabulary, or the model's layers are not standard attention.
     """
-    last = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-    outputs, watcher = run_prompt(model, tokens, keeper, **last)
+    outputs, watcher = run_prompt(model, tokens, keeper)
     layers = watcher.layers(0, 0, eligible)
     return Prefix(
         [int(token) for token in tokens], layers, outputs.logits[0, -1].float(), config_of(model), trace,
@@ -308,8 +307,10 @@ def prefill(
     )  # fmt: skip
 
 
-def run_prompt(model: Any, tokens: list[int], keeper: Gatekeeper | None, **options: Any) -> tuple[Any, PrefillWatcher]:
-    """Run a model over a prompt; give its outputs, and the watcher of its attention.
+def run_prompt(
+    model: Any, tokens: list[int], keeper: Gatekeeper | None, *, logits: int = 1
+) -> tuple[Any, PrefillWatcher]:
+    """Run a model over a prompt; give its outputs with the last `logits` logits or more, and its attention's watcher.
 
     Raises
     ------
@@ -328,8 +329,9 @@ def run_prompt(model: Any, tokens: list[int], keeper: Gatekeeper | None, **optio
             raise KvsimError(f"prompt: token {token} is outside the vocabulary of {vocabulary}")
     watcher = PrefillWatcher(model, [keeper])
     device = model.get_input_embeddings().weight.device
+    last = {"logits_to_keep": logits} if "logits_to_keep" in signature(model.forward).parameters else {}
     with torch.inference_mode(), watched(model, watcher):
-        outputs = model(input_ids=torch.tensor([tokens], device=device), use_cache=False, **options)
+        outputs = model(input_ids=torch.tensor([tokens], device=device), use_cache=False, **last)
     return outputs, watcher
 
 

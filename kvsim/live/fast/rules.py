@@ -95,7 +95,9 @@ def draw_up(policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tup
     for policy, plan in zip(policies, plans, strict=True):
         for axis, part in (("admit", plan.admission), ("select", plan.selection)):
             if part is not None:
-                raise PolicyError(f"{policy}: the fast form does not run {axis}=; the plain engine can (engine 'plain')")
+                raise PolicyError(
+                    f"{policy}: the fast form does not run {axis}=; the plain engine can (engine 'plain')"
+                )
     grows = all(_grows(plan, prefix.length + steps) for plan, prefix in zip(plans, prefixes, strict=True))
     longest = max(plans, key=lambda plan: plan.m0.shape[1])
     if not grows:
