@@ -1,4 +1,4 @@
-"""The next-token loss of texts under policies: one masked pass is what decoding gives, and what eager attention gives."""
+"""The next-token loss of texts under policies: one masked pass is what decoding and eager attention give."""
 
 import json
 import os
