@@ -29,15 +29,12 @@ class Admitted:
         [G, L0], G over eligible layers and KV heads.
     scores : array of float32 or None
         [G, L0] gates, where there is a gate.
-    gate : dict or None
-        Name and hash of the gate's file, as a recording's manifest has them.
     """
 
     name: str
     window: int
     admitted: npt.NDArray[np.bool_]
     scores: npt.NDArray[np.float32] | None = None
-    gate: dict[str, str] | None = None
 
 
 def admitted_attention(

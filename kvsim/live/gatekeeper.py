@@ -27,14 +27,11 @@ class Gatekeeper(Protocol):
         W: how many recent positions every query sees.
     layers : tuple of int
         The model's indices of the eligible layers, whose keys it decides about.
-    gate_facts : dict or None
-        Name and hash of the gate's file, where there is one.
     """
 
     name: str
     window: int
     layers: tuple[int, ...]
-    gate_facts: dict[str, str] | None
 
     def decide(self, layer: int, keys: torch.Tensor, first: int) -> Decision:
         """Decide about the post-RoPE keys [Hk, n, d] of one of the model's layers, at positions from `first` on."""
@@ -48,8 +45,6 @@ class GateKeeper:
     name, window, layers
         See `Gatekeeper`.
     gate : WriteGate
-    file : str
-        Where it came from.
     tau : float
     unrotated : sequence of Unrotated
         For each of `layers`.
@@ -67,17 +62,17 @@ class GateKeeper:
         layers: tuple[int, ...],
         gate: Any,
         *,
-        file: str,
         tau: float,
         unrotated: list[Unrotated],
     ) -> None:
         missing = [layer for layer in layers if layer not in gate.layers]
         if missing:
             raise KvsimError(f"{name}: has no gate for layer {missing[0]} (layers: {list(gate.layers)})")
-        self.name, self.window, self.layers, self.tau, self.gate = name, window, layers, tau, gate
-        self.gate_facts: dict[str, str] | None = {"name": file, "hash": gate.hash}
+        self.name, self.window, self.layers, self.gate = name, window, layers, gate
         self.networks = TorchGate(gate)
         self.unrotated = dict(zip(layers, unrotated, strict=True))
+        # A stored score is float32, and so is the threshold that it meets.
+        self.threshold = float(np.float32(tau))
 
     def decide(self, layer: int, keys: torch.Tensor, first: int) -> Decision:
         """See `Gatekeeper.decide`."""
@@ -88,9 +83,8 @@ class GateKeeper:
             )
         positions = torch.arange(first, first + keys.shape[1], device=keys.device)
         scores = self.networks.score(layer, self.unrotated[layer](keys, positions), keys)
-        # A stored score is float32, and so is the threshold that it meets.
         scores = scores.float()
-        return scores >= float(np.float32(self.tau)), scores
+        return scores >= self.threshold, scores
 
 
 class FixedKeeper:
@@ -109,7 +103,6 @@ class FixedKeeper:
         self, name: str, window: int, layers: tuple[int, ...], draw: Callable[[int], npt.NDArray[np.bool_]]
     ) -> None:
         self.name, self.window, self.layers, self._draw = name, window, layers, draw
-        self.gate_facts: dict[str, str] | None = None
         self._drawn = draw(1)
 
     def decide(self, layer: int, keys: torch.Tensor, first: int) -> Decision:

@@ -62,7 +62,7 @@ def keeper_of(
             Unrotated(rope_of_config(_decoder_config(model), probe.layers[place].info.type, dim)) for place in places
         ]
         window, tau = (getattr(gate, own) if getattr(admit, own) is None else getattr(admit, own) for own in _OWN)
-        return GateKeeper(name, window, layers, gate, file=admit.file, tau=tau, unrotated=unrotated)
+        return GateKeeper(name, window, layers, gate, tau=tau, unrotated=unrotated)
     groups = Groups("head", places, probe.num_heads, kv_heads)
 
     def drawn(positions: int) -> tuple[int, npt.NDArray[np.bool_]]:

@@ -209,7 +209,6 @@ class PrefillWatcher:
             keeper.window,
             torch.cat([marks.cpu() for marks, _ in found]).numpy(),
             torch.cat([part.cpu() for part in scores]).numpy() if scores else None,
-            keeper.gate_facts,
         )
 
     def _admit(self, call: Call, info: LayerInfo) -> torch.Tensor:

@@ -55,15 +55,6 @@ class RunTrace(Trace):
             sink_logits=any(layer.sink_logits is not None for layer in prefix.layers),
             model={"name": "live", "config": prefix.config, "config_hash": None, "weights_hash": None},
         )
-        self._gates: Floats | None = None
-        known = prefix.admitted
-        if known is not None and known.scores is not None and known.gate is not None:
-            self.manifest.arrays.append("gates")
-            self.manifest.gate = known.gate
-            self._gates = np.zeros((len(prefix.layers), first.keys.shape[0], prefix.length + steps), np.float32)
-            self._gates[prefix.eligible, :, : prefix.length] = known.scores.reshape(
-                len(prefix.eligible), -1, prefix.length
-            )
         self._fed: list[int] = []
         self._step_rows: list[Floats] = []
         self._step_queries: list[Floats] = []
@@ -71,12 +62,8 @@ class RunTrace(Trace):
         self._whole: dict[tuple[str, int], Floats] = {}
         self._digest = ""
 
-    def append(
-        self, token: int, rows: Floats, queries: Floats, keys: Floats, values: Floats, gates: Floats | None = None
-    ) -> None:
+    def append(self, token: int, rows: Floats, queries: Floats, keys: Floats, values: Floats) -> None:
         """Take one step: rows [K, H, L0 + t], queries [K, H, d], keys and values [K, Hk, d] of all layers.
-
-        Where a write gate admits, `gates` [K, Hk] are its scores of the keys.
 
         Rows that do not cover the full cache are not kept.
         """
@@ -89,8 +76,6 @@ class RunTrace(Trace):
         self._step_queries.append(queries)
         self._step_vectors["keys"].append(keys)
         self._step_vectors["values"].append(values)
-        if gates is not None and self._gates is not None:
-            self._gates[:, :, position] = gates
         self._digest = ""
 
     def copy(self) -> "RunTrace":
@@ -102,7 +87,6 @@ class RunTrace(Trace):
             list(self._step_queries),
         )
         other._step_vectors = {name: list(steps) for name, steps in self._step_vectors.items()}
-        other._gates = None if self._gates is None else self._gates.copy()
         other._whole = {key: whole.copy() for key, whole in self._whole.items()}
         return other
 
@@ -176,12 +160,6 @@ class RunTrace(Trace):
         view = self._whole[name, layer].view()
         view.setflags(write=False)
         return view
-
-    def gates(self) -> Floats:
-        """See `Trace.gates`; zero for layers that are not eligible."""
-        if self._gates is None:
-            raise CaptureError("this run has no write gate, so there are no gates")
-        return self._gates[..., : self.num_positions]
 
     def prompt_mass(self) -> Floats:
         """See `Trace.prompt_mass`; zero for layers that are not eligible."""

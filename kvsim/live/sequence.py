@@ -1,8 +1,8 @@
 """One sequence under one policy: the plan, the stepper, and what has been seen so far."""
 
 from copy import copy
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +10,9 @@ import torch
 from kvsim_traces.manifest import LayerInfo
 
 from kvsim.admission import Admission
+from kvsim.admissions import Admit
 from kvsim.admitting import pooled_targets
+from kvsim.context import Context
 from kvsim.engines import DEFAULT_ENGINE, get_engine
 from kvsim.engines.stepper import Step, Stepper
 from kvsim.errors import KvsimError, PolicyError
@@ -96,7 +98,8 @@ class Sequence:
     def advance(self, token: int, rows: Floats, queries: Floats, keys: Floats, values: Floats) -> Step:
         """Take in one step's rows [K, H, L0 + t] and vectors (see `RunTrace.append`), and evict."""
         self.done += 1
-        self.trace.append(token, rows, queries, keys, values, self._decide(keys))
+        self.trace.append(token, rows, queries, keys, values)
+        self._decide(keys)
         if reads_vectors(self.plan, self.done):
             # Scores of keys exist once the keys do: the plan for as far as the run has come.
             self.plan = self._stepper.plan = self._planned()
@@ -128,23 +131,26 @@ class Sequence:
         return Admission(known.window, np.pad(known.admitted, pad), scores)
 
     def _planned(self) -> Plan:
-        plan = self.policy.plan(self.trace)
-        return plan if self._admission is None else replace(plan, admission=self._admission)
+        """Plan for what the trace holds now, under what was decided here, by the model's own numbers."""
+        if self._admission is None:
+            return self.policy.plan(self.trace)
+        own, positions = self._admission, self.trace.num_positions
+        if own.admitted.shape[1] > positions:
+            scores = None if own.scores is None else own.scores[:, :positions]
+            own = replace(own, admitted=own.admitted[:, :positions], scores=scores)
+        return replace(self.policy.expand(), admit=_decided(admission_name(self.policy) or "", own)).plan(self.trace)
 
-    def _decide(self, keys: Floats) -> Floats | None:
-        """Decide about a step's keys [K, Hk, d]; give the gates [K, Hk] where there is a gate."""
-        keeper, position = self.prefix.keeper, self.prefix.length + self.done - 1
-        if keeper is None or self._admission is None:
-            return None
-        gates = np.zeros(keys.shape[:2], np.float32) if self._admission.scores is not None else None
+    def _decide(self, keys: Floats) -> None:
+        """Decide about a step's keys [K, Hk, d]."""
+        keeper, admission, position = self.prefix.keeper, self._admission, self.prefix.length + self.done - 1
+        if keeper is None or admission is None:
+            return
         for ordinal, (place, layer) in enumerate(zip(self.prefix.eligible, keeper.layers, strict=True)):
             marks, scores = keeper.decide(layer, torch.from_numpy(keys[place]).unsqueeze(1), position)
             own = slice(ordinal * keys.shape[1], (ordinal + 1) * keys.shape[1])
-            self._admission.admitted[own, position] = marks[:, 0].numpy()
-            if scores is not None and gates is not None and self._admission.scores is not None:
-                gates[place] = scores[:, 0].numpy()
-                self._admission.scores[own, position] = gates[place]
-        return gates
+            admission.admitted[own, position] = marks[:, 0].numpy()
+            if scores is not None and admission.scores is not None:
+                admission.scores[own, position] = scores[:, 0].numpy()
 
     def adopt(self, done: int, evicted_at: npt.NDArray[np.int32] | None = None, *, near_ties: int = 0) -> None:
         """Take over what was decided elsewhere: `done` steps, and [G, positions] when each position went.
@@ -160,6 +166,28 @@ class Sequence:
         self.retained[:] = self.evicted_at < 0
         self.retained[:, self.prefix.length + done :] = False
         self.evictions = int((self.evicted_at >= 0).sum())
+
+    def adopt_gates(self, gates: Floats, marks: BoolArray, *, near_ties: int = 0) -> None:
+        """Take over what was decided elsewhere of the steps' own tokens, under admission without eviction.
+
+        Parameters
+        ----------
+        gates : array of float32
+            [G, steps].
+        marks : array of bool
+            [G, steps] what was admitted.
+        near_ties : int
+            Gates that close to the threshold.
+        """
+        admission, prompt, done = self._admission, self.prefix.length, gates.shape[1]
+        assert admission is not None
+        own = slice(prompt, prompt + done)
+        admission.admitted[:, own] = marks
+        if admission.scores is not None:
+            admission.scores[:, own] = gates
+        leaves = np.arange(prompt + done) + admission.window - prompt
+        gone = np.where(~admission.admitted[:, : prompt + done] & (leaves <= done), np.maximum(leaves, 0), -1)
+        self.adopt(done, gone.astype(np.int32), near_ties=near_ties)
 
     def held_bytes(self, element: int) -> int:
         """Bytes of the keys and values retained, `element` bytes a number; windowed layers hold what is still seen."""
@@ -187,13 +215,8 @@ class Sequence:
         if not self.trace.full_rows or not self.done:
             raise KvsimError("kept mass and churn need the full cache's rows; decode without removing keys")
         self.trace.end()
-        plan = replace(self.policy.plan(self.trace), control=None, a=self._stepper.a, b=self._stepper.b)
+        plan = replace(self._planned(), control=None, a=self._stepper.a, b=self._stepper.b)
         plan = replace(plan, a=plan.a[: self.done], b=plan.b[: self.done])
-        if self._admission is not None:
-            # As it was decided here, by the model's own numbers.
-            own, positions = self._admission, self.trace.num_positions
-            scores = None if own.scores is None else own.scores[:, :positions]
-            plan = replace(plan, admission=replace(own, admitted=own.admitted[:, :positions], scores=scores))
         engine = DEFAULT_ENGINE
         (outcome,) = get_engine(engine)(self.trace, [plan])
         assert outcome.evicted_at is not None
@@ -220,6 +243,17 @@ class Sequence:
 NEAR = 1e-5
 """States on either side of a cut that differ by less than this share of their size may swap when sums are rounded
 differently: a batched pass and a single token's do."""
+
+
+def _decided(name: str, admission: Admission) -> Admit:
+    """Give an admission whose outcome is known; policies with it read as those with the one of that name."""
+
+    def known(self: Admit, context: Context) -> Admission:
+        return admission
+
+    kind: Any = dataclass(frozen=True)(type("Decided", (Admit,), {"name": name, "admission": known}))
+    decided: Admit = kind()
+    return decided
 
 
 def admission_name(policy: Policy) -> str | None:

@@ -115,7 +115,7 @@ def test_greedy_and_sampled_generation_are_the_plain_forms(llama, prefixes):
 def test_rows_end_at_their_own_stop_token(llama, prefixes, monkeypatch):
     free = decode(llama, prefixes, "ema:0.8", steps=5, budget=fc.BUDGET)
     stop = [free[0].tokens[2], free[1].tokens[1]]
-    monkeypatch.setattr("kvsim.live.fast.decode.READ_BACK", 3)
+    monkeypatch.setattr("kvsim.live.fast.session.READ_BACK", 3)
     done = []
     wanted = decode(llama, prefixes, "ema:0.8", steps=5, budget=fc.BUDGET, stop=stop, keep_logits=True)
     found = generic(

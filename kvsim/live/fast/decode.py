@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from kvsim.live.decode import LiveRun
     from kvsim.live.fast.session import Session
 
-__all__ = ["READ_BACK", "check_machine", "decode_fast"]
-
-READ_BACK = 16
-"""Steps after which generated tokens are looked at for the end of a text."""
+__all__ = ["check_machine", "decode_fast"]
 
 
 def decode_fast(
@@ -37,12 +34,15 @@ def decode_fast(
     progress: Callable[[int, int], None] | None = None,
     fused: bool | None = None,
     graphs: bool | None = None,
+    pool_pages: int | None = None,
 ) -> "list[LiveRun]":
     """Decode a batch of prompts under one policy, evicted keys removed; see `kvsim.live.decode`.
 
+    A policy that admits runs in the dual cache, `kvsim.live.dual`.
+
     Greedy and forced steps do not wait for the GPU: tokens are read back at the end, or, where there are tokens to stop
-    at, after every `READ_BACK` steps, and what a row wrote after its last token is dropped. Sampling takes each token
-    from the host's generator, as the plain form does, and waits for it.
+    at, after some steps (`Session.read_back`), and what a row wrote after its last token is dropped. Sampling takes
+    each token from the host's generator, as the plain form does, and waits for it.
 
     Parameters
     ----------
@@ -54,6 +54,8 @@ def decode_fast(
         Tokens to feed to every row.
     fused, graphs : bool, optional
         See `kvsim.live.fast.session.Session`.
+    pool_pages : int, optional
+        Pages of the dual cache's pool; by default as many as these steps can need.
 
     Raises
     ------
@@ -66,7 +68,15 @@ def decode_fast(
 
     failure = None
     try:
-        session = Session(model, prefixes, policies, steps=steps, forced=forced, fused=fused, graphs=graphs)
+        session: Session
+        if any(policy.expand().admit is not None for policy in policies):
+            from kvsim.live.dual.session import DualSession
+
+            session = DualSession(
+                model, prefixes, policies, steps=steps, forced=forced, fused=fused, graphs=graphs, pool_pages=pool_pages
+            )
+        else:
+            session = Session(model, prefixes, policies, steps=steps, forced=forced, fused=fused, graphs=graphs)
         with session.attached():
             return _run(
                 session, [prefix.logits for prefix in prefixes],
@@ -119,10 +129,13 @@ def _run(
             session.tokens.copy_(_chosen(list(session.logits.float()), temperature, generators))
         if progress is not None:
             progress(t, steps)
-        if generates and stop and t % READ_BACK == 0:
+        if t % session.read_back == 0:
+            session.check()
+        if generates and stop and t % session.read_back == 0:
             _check_numbers(session)
             if all(end is not None for end in _ends(session, stop)):
                 break
+    session.check()
     _check_numbers(session)
     ends = [session.done if end is None else end for end in _ends(session, stop if generates else ())]
     return [_finished(session, row, end, kept, (before, after)) for row, end in enumerate(ends)]
@@ -156,13 +169,8 @@ def _finished(
 ) -> "LiveRun":
     from kvsim.live.decode import LiveRun, element_size
 
-    sequence, ranks = session.sequences[row], session.ranks
-    if ranks is None:
-        sequence.adopt(end)
-    else:
-        gone = ranks.of_sequence(row, ranks.evicted_at)
-        near = ranks.of_sequence(row, ranks.near)
-        sequence.adopt(end, gone, near_ties=int(near[:, : end + 1].sum()))
+    sequence = session.sequences[row]
+    session.adopt(row, end)
     positions = sequence.prefix.length + end
     element = element_size(sequence.prefix)
     return LiveRun(

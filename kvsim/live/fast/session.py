@@ -13,13 +13,15 @@ from kvsim.errors import KvsimError
 from kvsim.live.fast.fused import FusedForward, why_not_fused
 from kvsim.live.fast.generic import GenericForward
 from kvsim.live.fast.ranks import Ranks
-from kvsim.live.fast.rules import draw_up
+from kvsim.live.fast.rules import FastRule, draw_up
 from kvsim.live.fast.slots import Clock, Growth, Ring, Slots, evicting_slots, growing_slots, ring_slots
 from kvsim.live.prefix import Prefix
+from kvsim.live.sequence import Sequence
 from kvsim.policy import Policy
 
 __all__ = ["Session"]
 
+READ_BACK = 16
 _CLOSE = 2e-2
 
 
@@ -57,6 +59,8 @@ class Session:
         Tokens fed, and the highest logit after each step.
     done : int
         Steps taken.
+    read_back : int
+        Steps after which tokens, and what went wrong on the device, are looked at.
 
     Raises
     ------
@@ -75,7 +79,8 @@ class Session:
         fused: bool | None = None,
         graphs: bool | None = None,
     ) -> None:
-        self.rule, self.sequences = draw_up(policies, prefixes, steps)
+        self.read_back = READ_BACK
+        self.rule, self.sequences = self._draw_up(policies, prefixes, steps)
         self.done = 0
         first = prefixes[0]
         device = _device(model, prefixes)
@@ -113,6 +118,9 @@ class Session:
         self.tops = torch.zeros(steps + 1, batch, device=device)
         self.device = device
 
+    def _draw_up(self, policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tuple[FastRule, list[Sequence]]:
+        return draw_up(policies, prefixes, steps)
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Take steps inside this block; the cache is let go at its end."""
@@ -127,6 +135,19 @@ class Session:
         self._graphs.clear()
         self.layers, self._movers, self.ranks = [], [], None
         self.forward.close()
+
+    def check(self) -> None:
+        """Read what went wrong on the device, now and then; nothing can, here."""
+
+    def adopt(self, row: int, end: int) -> None:
+        """Tell a row's sequence what has happened in its first `end` steps."""
+        sequence = self.sequences[row]
+        if self.ranks is None:
+            sequence.adopt(end)
+            return
+        gone = self.ranks.of_sequence(row, self.ranks.evicted_at)
+        near = self.ranks.of_sequence(row, self.ranks.near)
+        sequence.adopt(end, gone, near_ties=int(near[:, : end + 1].sum()))
 
     @property
     def cache_bytes(self) -> int:

@@ -52,6 +52,11 @@ class Growth:
         self.new_slots += 1
         self.lengths += 1
 
+    def retreat(self, steps: int) -> None:
+        """Go some steps back."""
+        self.new_slots -= steps
+        self.lengths -= steps
+
 
 class Ring:
     """Slots of a layer whose queries see a window: the position modulo its width is the slot.
@@ -82,6 +87,10 @@ class Ring:
         self.new_slots.copy_(place.unsqueeze(1))
         seen = place + 1 if self.chunked else (self.clock.last + 1).clamp(max=self.window)
         self.lengths.copy_(seen)
+
+    def retreat(self, steps: int) -> None:
+        """Go to the step that the clock shows, which went back."""
+        self.advance()
 
 
 @dataclass

@@ -1,0 +1,6 @@
+"""The dual cache of WG-KV section 4 on the device: a ring of recent tokens and admitted ones, in one pool of pages."""
+
+from kvsim.live.dual.pool import Pool, PoolFullError
+from kvsim.live.dual.session import DualSession
+
+__all__ = ["DualSession", "Pool", "PoolFullError"]

@@ -1,0 +1,226 @@
+"""A batch being decoded in the dual cache: gate, promotion and attention of each layer, no host in between."""
+
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+import torch
+from kvsim_kernels.paged_decode.kernel import paged_decode
+from kvsim_kernels.promote.kernel import promote
+
+from kvsim.errors import KvsimError, PolicyError
+from kvsim.live.dual.doors import door_of
+from kvsim.live.dual.pool import Pool, PoolFullError, pages_needed
+from kvsim.live.fast.rules import FastRule
+from kvsim.live.fast.session import Session
+from kvsim.live.fast.slots import Growth, Ring, Slots, growing_slots, ring_slots
+from kvsim.live.prefix import Prefix
+from kvsim.live.sequence import NEAR, Sequence
+from kvsim.policy import Policy
+
+__all__ = ["DualSession"]
+
+
+class DualSession(Session):
+    """Prompts under one admission, decoded in one pool of pages.
+
+    In each step and eligible layer the new key's gate is computed, the token that leaves the local window is promoted
+    or overwritten, and the query attends to the ring and the global pages. When the pool has no page left, the step
+    that needed it is undone as soon as that is read: `check` raises `PoolFullError`, `grow` enlarges the pool, and
+    decoding goes on with that step.
+
+    Parameters
+    ----------
+    model, prefixes, policies, steps, forced, fused, graphs
+        See `kvsim.live.fast.session.Session`; policies are ``full`` with one ``admit=`` for all rows.
+    pool_pages : int, optional
+        Pages of the pool; by default as many as the prompts and `steps` steps can need.
+
+    Attributes
+    ----------
+    pool : Pool
+
+    Raises
+    ------
+    PolicyError
+        On a policy that does more than admit.
+    PoolFullError
+        If the pool does not hold the prompts.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prefixes: Items[Prefix],
+        policies: Items[Policy],
+        *,
+        steps: int,
+        forced: Items[int] | None = None,
+        fused: bool | None = None,
+        graphs: bool | None = None,
+        pool_pages: int | None = None,
+    ) -> None:
+        self._pool_pages = pool_pages
+        super().__init__(model, prefixes, policies, steps=steps, forced=forced, fused=fused, graphs=graphs)
+
+    def _draw_up(self, policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tuple[FastRule, list[Sequence]]:
+        names = sorted({str(policy) for policy in policies})
+        if len(names) > 1:
+            raise PolicyError(f"the dual cache runs one policy for all rows of a batch, and got {', '.join(names)}")
+        expanded = policies[0].expand()
+        for what, has in (("evict", expanded.head.name != "full"), ("select", expanded.select is not None)):
+            if has:
+                raise PolicyError(
+                    f"{policies[0]}: the dual cache on the device does not {what}; "
+                    "the plain engine can (engine 'plain')"
+                )
+        sequences = [
+            Sequence(policy, prefix, steps, full_rows=False) for policy, prefix in zip(policies, prefixes, strict=True)
+        ]
+        plan = sequences[0].plan
+        never = np.zeros(steps, dtype=np.bool_)
+        rule = FastRule("head", False, never, plan.a, plan.b, False, "mean", False, False, None)
+        return rule, sequences
+
+    def _seat(self, prefixes: Items[Prefix]) -> list[Slots]:
+        keeper = prefixes[0].keeper
+        assert keeper is not None
+        first, steps = prefixes[0].layers[0], self.sequences[0].steps
+        kv_heads, _, dim = first.keys.shape
+        device, batch, depth = first.keys.device, len(prefixes), len(prefixes[0].eligible)
+        self.keeper, self._kv_heads = keeper, kv_heads
+        self.door = door_of(keeper, [prefix.length for prefix in prefixes], steps, kv_heads, device)
+        marks = [torch.from_numpy(self._admitted(prefix)) for prefix in prefixes]
+        self.pool = Pool(
+            depth, batch * kv_heads, window=keeper.window,
+            most_global=max(max(0, own.shape[1] - keeper.window) + steps for own in marks),
+            pages=pages_needed(marks, keeper.window, steps) if self._pool_pages is None else self._pool_pages,
+            dim=dim, dtype=first.keys.dtype, device=device,
+        )  # fmt: skip
+        self.gates = torch.zeros(depth, steps + 1, batch * kv_heads, device=device)
+        self._full = torch.zeros(steps + 1, depth, dtype=torch.int32, device=device)
+        self._skipped: set[int] = set()
+        if any(layer.info.sliding_window is not None for layer in prefixes[0].layers):
+            # What a windowed layer's ring has overwritten cannot be undone.
+            self.read_back = 1
+        growths: dict[tuple[int, ...], Growth] = {}
+        rings: dict[tuple[int, bool], Ring] = {}
+        found: list[Slots] = []
+        for index, layer in enumerate(prefixes[0].layers):
+            window, chunked = layer.info.sliding_window, layer.info.type == "chunked_attention"
+            if layer.sink_logits is not None:
+                raise KvsimError("the dual cache does not run softmax sinks; the plain engine can (engine 'plain')")
+            if window is not None:
+                ring = rings.setdefault((window, chunked), Ring(self.clock, window, chunked=chunked))
+                positions = max(prefix.length for prefix in prefixes) + steps
+                found.append(ring_slots(prefixes, index, ring, positions))
+            elif layer.info.eligible:
+                found.append(self._fill(prefixes, index))
+            else:
+                found.append(growing_slots(prefixes, self.sequences, index, growths))
+        self._movers = [*growths.values(), *rings.values()]
+        return found
+
+    def _admitted(self, prefix: Prefix) -> Any:
+        assert prefix.admitted is not None
+        return prefix.admitted.admitted
+
+    def _fill(self, prefixes: Items[Prefix], index: int) -> Slots:
+        """Put one layer's prompts into the pool; give the place where a step's key and value are written first."""
+        place = prefixes[0].eligible.index(index)
+        heads = self._kv_heads
+        for row, prefix in enumerate(prefixes):
+            own, known = prefix.layers[index], prefix.admitted
+            assert known is not None
+            groups = slice(place * heads, (place + 1) * heads)
+            device = own.keys.device
+            marks = torch.from_numpy(known.admitted[groups]).to(device)
+            scores = marks.float() if known.scores is None else torch.from_numpy(known.scores[groups]).to(device)
+            self.pool.fill(place, row * heads, own.keys, own.values, scores, marks)
+        layer = prefixes[0].layers[index]
+        shape = len(prefixes), heads, 1, layer.keys.shape[-1]
+        new_slots = torch.zeros(len(prefixes), 1, dtype=torch.int32, device=layer.keys.device)
+        return Slots(
+            layer, layer.keys.new_zeros(shape), layer.values.new_zeros(shape), new_slots[:, 0], new_slots, ordinal=place
+        )
+
+    def _attend(self, own: Slots, query: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        if own.ordinal is None:
+            return super()._attend(own, query, out)
+        place, pool = own.ordinal, self.pool
+        batch, heads, dim = query.shape
+        rows = batch * self._kv_heads
+        if place not in self._skipped:
+            gates = self.door.gates(place, own.keys[:, :, 0], self.clock.last)
+            self.gates[place].index_copy_(0, self.clock.at, gates.unsqueeze(0))
+            promote(
+                pool.keys, pool.values, own.keys.view(rows, dim), own.values.view(rows, dim), gates,
+                pool.ring_gates[place], pool.table[place], pool.pointer[place], pool.counts[place],
+                pool.free, pool.top, pool.status, window=pool.window, tau=self.door.tau, lengths=pool.lengths[place],
+            )  # fmt: skip
+            self._full[:, place].index_copy_(0, self.clock.at, pool.status)
+        info = own.info.info
+        found = paged_decode(
+            query.reshape(rows, heads // self._kv_heads, dim), pool.keys, pool.values, pool.table[place],
+            pool.lengths[place], scaling=info.scaling, softcap=info.softcap, ring=pool.window,
+            out=None if out is None else out.view(rows, heads // self._kv_heads, dim),
+        )  # fmt: skip
+        return found.view(batch, heads, dim)
+
+    def step(self) -> None:
+        """See `Session.step`."""
+        super().step()
+        self._skipped.clear()
+
+    def check(self) -> None:
+        """Read whether the pool has been enough; waits for the device.
+
+        Raises
+        ------
+        PoolFullError
+            If it has not; the session stands before the step that needed more.
+        """
+        if not int(self.pool.status):
+            return
+        pages, steps = self.pool.pages, self.sequences[0].steps
+        self._rewind()
+        raise PoolFullError(
+            f"the pool of {pages} pages is full after step {self.done} of {steps}; nothing is lost, and a larger pool "
+            "can go on from there"
+        )
+
+    def grow(self, pages: int) -> None:
+        """Go on in a pool of so many pages, larger than the one there is."""
+        self.pool = self.pool.enlarged(pages)
+        self._graphs.clear()
+        self._warm.clear()
+
+    def _rewind(self) -> None:
+        """Go back to before the step that found no page; layers that took its token already will not take it again."""
+        step, place = (int(index) for index in (self._full > 0).nonzero()[0])
+        back = self.done - (step - 1)
+        self.done = step - 1
+        self._skipped = set(range(place))
+        self.clock.last -= back
+        self.clock.at -= back
+        self.tokens.copy_(self.history[step])
+        self._full.zero_()
+        for mover in self._movers:
+            mover.retreat(back)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the pool, free pages included, and of the other layers' slots."""
+        return self.pool.nbytes + super().cache_bytes
+
+    def adopt(self, row: int, end: int) -> None:
+        """See `Session.adopt`."""
+        heads = self._kv_heads
+        gates = self.gates[:, 1 : end + 1, row * heads : (row + 1) * heads].transpose(1, 2).flatten(0, 1).cpu().numpy()
+        near = int((np.abs(gates - self.door.tau) < NEAR).sum())
+        self.sequences[row].adopt_gates(gates, gates >= np.float32(self.door.tau), near_ties=near)
+
+    def close(self) -> None:
+        """See `Session.close`."""
+        super().close()
+        del self.pool

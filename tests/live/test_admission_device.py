@@ -1,0 +1,135 @@
+"""The dual cache on the device against the plain form: tokens, visible sets and logits."""
+
+import fast_cases as fc
+import numpy as np
+import pytest
+import torch
+from gates import gate_for
+
+import kvsim
+from kvsim.errors import KvsimError
+from kvsim.live import decode, prefill, prefill_under
+from kvsim.live.dual import DualSession, PoolFullError
+from kvsim.live.fast import decode_fast
+
+STEPS = 6
+FORCED = [(5 * i * i + 11) % 61 for i in range(STEPS)]
+OPTIONS = {"steps": STEPS, "force": FORCED, "keep_logits": True}
+ADMISSIONS = [
+    "wgkv:GATE,window=3",
+    "wgkv:GATE,window=1",
+    "wgkv:GATE,window=12",
+    "wgkv:GATE,window=40",
+    "wgkv:GATE,window=5,tau=0",
+    "wgkv:GATE,window=5,tau=1.5",
+    "random:0.5,window=2",
+    "local:window=4,sink=1",
+]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return fc.small("llama-gqa3")
+
+
+@pytest.fixture(scope="module")
+def gate(llama, tmp_path_factory):
+    return gate_for(prefill(llama, [0]), tmp_path_factory.mktemp("gate") / "gate.safetensors")
+
+
+def policy_of(text, gate):
+    return kvsim.parse(f"full/admit={text.replace('GATE', gate)}")
+
+
+def read(model, policy):
+    return [prefill_under(model, prompt, [policy])[0] for prompt in fc.PROMPTS]
+
+
+def generic(model, prefixes, policy, **options):
+    """Run through the model's own modules, which is quicker in the interpreter."""
+    given = {"steps": STEPS, "forced": FORCED, "keep_logits": True, "fused": False} | options
+    return decode_fast(model, prefixes, [policy] * len(prefixes), **given)
+
+
+@pytest.mark.parametrize(
+    "text", [*ADMISSIONS[:4], *(pytest.param(one, marks=pytest.mark.slow) for one in ADMISSIONS[4:])]
+)
+def test_rows_of_unequal_length_are_the_plain_forms(llama, gate, text):
+    policy = policy_of(text, gate)
+    prefixes = read(llama, policy)
+    wanted = decode(llama, prefixes, policy, **OPTIONS)
+    found = generic(llama, prefixes, policy)
+    for fast, plain in zip(found, wanted, strict=True):
+        fc.assert_same(fast, plain)
+        assert fast.engine == "triton"
+        assert np.array_equal(fast.sequence.retained, plain.sequence.retained)
+
+
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_other_models(name, tmp_path):
+    model = fc.small(name)
+    policy = policy_of("wgkv:GATE,window=3", gate_for(prefill(model, [0]), tmp_path / "gate.safetensors"))
+    prefixes = read(model, policy)
+    wanted = decode(model, prefixes, policy, **OPTIONS)
+    found = generic(model, prefixes, policy)
+    for fast, plain in zip(found, wanted, strict=True):
+        fc.assert_same(fast, plain)
+
+
+def test_generation_by_our_own_kernels_is_the_plain_forms(llama, gate):
+    policy = policy_of("wgkv:GATE,window=3", gate)
+    prefixes = read(llama, policy)
+    options = {"steps": 3, "keep_logits": True}
+    wanted = decode(llama, prefixes, policy, **options)
+    for fast, plain in zip(decode(llama, prefixes, policy, engine="triton", **options), wanted, strict=True):
+        fc.assert_same(fast, plain)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa3", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_full_pool_says_so_and_loses_nothing(name, tmp_path):
+    model = fc.small(name)
+    steps = 20
+    forced = [(5 * i * i + 11) % 61 for i in range(steps)]
+    policy = policy_of("random:0.9,window=3", "")
+    prefixes = read(model, policy)
+    plain = decode(model, prefixes, policy, steps=steps, force=forced, keep_logits=True)
+    free = DualSession(model, prefixes, [policy] * 2, steps=steps, forced=forced, fused=False)
+    most, least = free.pool.pages, free.pool.used()
+    free.close()
+    with pytest.raises(PoolFullError, match="does not hold the prompt"):
+        DualSession(model, prefixes, [policy] * 2, steps=steps, forced=forced, pool_pages=least - 1, fused=False)
+    session = DualSession(model, prefixes, [policy] * 2, steps=steps, forced=forced, pool_pages=least + 1, fused=False)
+    logits, failures = {}, []
+    with session.attached():
+        while session.done < steps:
+            session.step()
+            logits[session.done] = session.logits.float().clone()
+            if session.done % session.read_back == 0 or session.done == steps:
+                try:
+                    session.check()
+                except PoolFullError as error:
+                    failures.append(str(error))
+                    assert f"after step {session.done} of {steps}; nothing is lost" in failures[-1]
+                    session.grow(session.pool.pages + 1)
+        assert session.pool.pages <= most
+        for row, run in enumerate(plain):
+            for t in range(1, steps + 1):
+                assert float((logits[t][row] - run.logits[t - 1]).abs().max()) < 1e-4, t
+            session.adopt(row, steps)
+            assert np.array_equal(session.sequences[row].evicted_at, run.sequence.evicted_at)
+    assert len(failures) > 2
+    with pytest.raises(KvsimError, match=r"the pool of .* pages is full after step"):
+        decode_fast(model, prefixes, [policy] * 2, steps=steps, forced=forced, pool_pages=least, fused=False)
+
+
+def test_errors(llama, gate):
+    policy = policy_of("wgkv:GATE,window=3", gate)
+    for text, what in (("ema:0.8", "evict"), ("full", "select")):
+        own = kvsim.parse(f"{text}/admit=local:window=3" + ("/select=topk:3" if what == "select" else ""))
+        with pytest.raises(KvsimError, match=rf"the dual cache on the device does not {what}; the plain engine can"):
+            decode(llama, prefill_under(llama, fc.PROMPTS[0], [own]), own, budget=8, engine="triton", **OPTIONS)
+    others = [policy, policy_of("local:window=3", gate)]
+    prefixes = [prefill_under(llama, fc.PROMPTS[0], [one])[0] for one in others]
+    with pytest.raises(KvsimError, match="runs one policy for all rows"):
+        decode(llama, prefixes, others, engine="triton", **OPTIONS)
+    assert torch.is_tensor(prefixes[0].layers[0].keys)
