@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,11 @@ class Call:
     softcap: float | None
     sliding_window: int | None
     sink_logits: torch.Tensor | None
+
+    def without_vectors(self) -> "Call":
+        """Give the call without its positions: heads and dimensions stay, and the memory is let go."""
+        query, key, value = (part[:, :, :0].clone() for part in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value, mask=None)
 
     @property
     def layer(self) -> int:

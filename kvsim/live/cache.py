@@ -189,6 +189,8 @@ class KVSimCache(Cache):  # type: ignore[misc]
     def begin(self, prefixes: Items[Prefix]) -> None:
         """Start after prefills that have been run already, one for each row of the batch."""
         width = max(prefix.length for prefix in prefixes)
+        if any(getattr(prefix, "pool", None) is not None for prefix in prefixes):
+            raise KvsimError("this prompt was read into a pool on the device; decode it with engine 'triton'")
         layers = zip(*(prefix.layers for prefix in prefixes), strict=True)
         for of_layer in layers:
             layer = LiveLayer()

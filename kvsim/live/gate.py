@@ -8,8 +8,6 @@ from kvsim.rope import Rope
 
 __all__ = ["TorchGate", "Unrotated"]
 
-_CHUNK = 16384
-
 
 class TorchGate:
     """The networks of a `WriteGate` on one device, in float32 (float64 for float64 keys).
@@ -36,13 +34,9 @@ class TorchGate:
         """Give the gates [Hk, n] of one of the model's layers, from its keys [Hk, n, d] before and after RoPE."""
         wide = torch.float64 if keys_post.dtype == torch.float64 else torch.float32
         w1, b1, w2, b2 = (part[self.place[layer]] for part in self.parts(keys_post.device, wide))
-        found = torch.empty(keys_post.shape[:2], dtype=wide, device=keys_post.device)
-        for start in range(0, found.shape[1], _CHUNK):
-            own = slice(start, start + _CHUNK)
-            x = torch.cat([self._normed(keys[:, own].to(wide)) for keys in (keys_pre, keys_post)], dim=-1)
-            hidden = torch.nn.functional.gelu(x @ w1.transpose(1, 2) + b1.unsqueeze(1))
-            found[:, own] = torch.sigmoid((hidden @ w2.unsqueeze(-1)).squeeze(-1) + b2.unsqueeze(1))
-        return found
+        x = torch.cat([self._normed(keys.to(wide)) for keys in (keys_pre, keys_post)], dim=-1)
+        hidden = torch.nn.functional.gelu(x @ w1.transpose(1, 2) + b1.unsqueeze(1))
+        return torch.sigmoid((hidden @ w2.unsqueeze(-1)).squeeze(-1) + b2.unsqueeze(1))
 
     def _normed(self, keys: torch.Tensor) -> torch.Tensor:
         return keys * torch.rsqrt(keys.square().mean(dim=-1, keepdim=True) + self.eps)

@@ -12,6 +12,8 @@ from kvsim.live.gate import TorchGate, Unrotated
 
 __all__ = ["Decision", "FixedKeeper", "GateKeeper", "Gatekeeper"]
 
+_CHUNK = 16384
+
 Decision = tuple[torch.Tensor, torch.Tensor | None]
 """What is admitted, [Hk, n] boolean, and the gates, [Hk, n], where there is a gate."""
 
@@ -81,9 +83,12 @@ class GateKeeper:
                 f"{self.name}: the gate is for {self.gate.num_kv_heads} KV heads of dimension {self.gate.head_dim}, "
                 f"the model has {keys.shape[0]} of {keys.shape[2]}"
             )
-        positions = torch.arange(first, first + keys.shape[1], device=keys.device)
-        scores = self.networks.score(layer, self.unrotated[layer](keys, positions), keys)
-        scores = scores.float()
+        scores = torch.empty(keys.shape[:2], device=keys.device)
+        for start in range(0, keys.shape[1], _CHUNK):
+            own = keys[:, start : start + _CHUNK]
+            positions = torch.arange(first + start, first + start + own.shape[1], device=keys.device)
+            before = self.unrotated[layer](own, positions)
+            scores[:, start : start + _CHUNK] = self.networks.score(layer, before, own)
         return scores >= self.threshold, scores
 
 

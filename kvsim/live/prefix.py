@@ -31,6 +31,7 @@ __all__ = [
     "prefill",
     "prefix_of_trace",
     "run_prompt",
+    "run_watched",
     "to_numpy",
 ]
 
@@ -181,7 +182,7 @@ class PrefillWatcher:
             call.layer,
             self.config,
         )  # fmt: skip
-        self.calls.append((call, info))
+        self.calls.append((self._kept(call), info))
         if any(keeper is not None and call.layer in keeper.layers for keeper in self.keepers):
             return self._admit(call, info)
         return None
@@ -229,6 +230,16 @@ class PrefillWatcher:
                 marks[row, :, start:] = own[0]
             decided.append(own)
         self._decided.append(decided)
+        return self._attended(call, info, marks, decided)
+
+    def _kept(self, call: Call) -> Call:
+        """Give what is to be remembered of a call."""
+        return call
+
+    def _attended(
+        self, call: Call, info: LayerInfo, marks: torch.Tensor, decided: list[Decision | None]
+    ) -> torch.Tensor:
+        place = {"device": call.key.device}
         windows = torch.tensor([1 if keeper is None else keeper.window for keeper in self.keepers], **place)
         return admitted_attention(call, info, marks, windows, torch.tensor(self.starts(), **place))
 
@@ -316,6 +327,18 @@ def run_prompt(
     KvsimError
         As `prefill`.
     """
+    watcher = PrefillWatcher(model, [keeper])
+    return run_watched(model, tokens, watcher, logits=logits), watcher
+
+
+def run_watched(model: Any, tokens: list[int], watcher: PrefillWatcher, *, logits: int = 1) -> Any:
+    """Run a model over a prompt, its attention watched; give its outputs with the last `logits` logits or more.
+
+    Raises
+    ------
+    KvsimError
+        As `prefill`.
+    """
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()
@@ -326,12 +349,10 @@ def run_prompt(
     for token in tokens:
         if not 0 <= token < vocabulary:
             raise KvsimError(f"prompt: token {token} is outside the vocabulary of {vocabulary}")
-    watcher = PrefillWatcher(model, [keeper])
     device = model.get_input_embeddings().weight.device
     last = {"logits_to_keep": logits} if "logits_to_keep" in signature(model.forward).parameters else {}
     with torch.inference_mode(), watched(model, watcher):
-        outputs = model(input_ids=torch.tensor([tokens], device=device), use_cache=False, **last)
-    return outputs, watcher
+        return model(input_ids=torch.tensor([tokens], device=device), use_cache=False, **last)
 
 
 def prefix_of_trace(trace: Trace, model: Any) -> Prefix:

@@ -33,7 +33,9 @@ class _GateDoor:
         self.tau, self.first = keeper.threshold, first
         self._eps = keeper.networks.eps
         self._parts = [
-            tuple(part[keeper.networks.place[layer]] for part in keeper.networks.parts(device, torch.float32))
+            tuple(
+                part[keeper.networks.place[layer]].contiguous() for part in keeper.networks.parts(device, torch.float32)
+            )
             for layer in keeper.layers
         ]
         positions = torch.arange(first, last, device=device)
@@ -46,7 +48,7 @@ class _GateDoor:
         wide = keys.float()
         first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
         before = torch.cat([first * cos + second * sin, second * cos - first * sin, rest], dim=-1)
-        by_head = (part.transpose(0, 1).contiguous() for part in (before, wide))
+        by_head = (part.transpose(0, 1) for part in (before, wide))
         return write_gate(*by_head, *self._parts[place], eps=self._eps).t().reshape(-1)
 
 

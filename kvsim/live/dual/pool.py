@@ -1,12 +1,12 @@
 """One pool of pages for all layers and KV heads: rings of recent tokens, and global tokens (WG-KV section 4.1)."""
 
-from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 import torch
 
 from kvsim.errors import KvsimError
 
-__all__ = ["PAGE", "Pool", "PoolFullError", "pages_of"]
+__all__ = ["PAGE", "Compact", "Pool", "PoolFullError", "pages_of"]
 
 PAGE = 16
 """Tokens in a page."""
@@ -19,6 +19,52 @@ class PoolFullError(KvsimError):
 def pages_of(tokens: int) -> int:
     """Give the pages that so many tokens take."""
     return -(-tokens // PAGE)
+
+
+@dataclass
+class Compact:
+    """What is left of one layer's prompt.
+
+    Attributes
+    ----------
+    keys, values : Tensor [N, d]
+        What was admitted of the positions before the last window, head after head, in order of position.
+    counts : list of int
+        How many of them each KV head has.
+    recent_keys, recent_values : Tensor [Hk, r, d]
+        The last window, or all of a shorter prompt.
+    gates : Tensor [Hk, r]
+        Their gates.
+    length : int
+        Positions of the prompt.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    counts: list[int]
+    recent_keys: torch.Tensor
+    recent_values: torch.Tensor
+    gates: torch.Tensor
+    length: int
+
+    @classmethod
+    def of(
+        cls, keys: torch.Tensor, values: torch.Tensor, gates: torch.Tensor, marks: torch.Tensor, window: int
+    ) -> "Compact":
+        """Cut a prompt down: keys and values [Hk, n, d], gates and what is admitted [Hk, n]."""
+        length = keys.shape[1]
+        old = max(0, length - window)
+        chosen = marks[:, :old]
+        counts = [int(count) for count in chosen.sum(dim=1)]
+        return cls(
+            keys[:, :old][chosen], values[:, :old][chosen], counts,
+            keys[:, old:].clone(), values[:, old:].clone(), gates[:, old:].clone(), length,
+        )  # fmt: skip
+
+    def pages(self, window: int, steps: int) -> int:
+        """Give the pages that it and any `steps` steps after it can take."""
+        # In each step one token leaves the window, once it is full.
+        return sum(pages_of(count + steps) + pages_of(window) for count in self.counts)
 
 
 class Pool:
@@ -35,6 +81,8 @@ class Pool:
         W.
     most_global : int
         The most global tokens that a row can come to hold.
+    steps : int
+        The most decode steps that it is for.
     pages : int
         Pages of the pool.
     dim : int
@@ -59,6 +107,8 @@ class Pool:
         A stack of the numbers of free pages, of which the first `top` count.
     top, status : Tensor [1] int32
         `status` is set when a page was needed and there was none; from then on nothing is written.
+    is_taken : bool
+        Whether a session decodes in it.
     """
 
     def __init__(
@@ -68,12 +118,13 @@ class Pool:
         *,
         window: int,
         most_global: int,
+        steps: int,
         pages: int,
         dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.window, self.ring_pages, self.rows = window, pages_of(window), rows
+        self.window, self.ring_pages, self.rows, self.steps = window, pages_of(window), rows, steps
         rings = layers * rows * self.ring_pages
         if pages < rings:
             raise PoolFullError(f"a pool of {pages} pages does not hold the {rings} pages of the local windows alone")
@@ -90,6 +141,7 @@ class Pool:
         self.free = torch.arange(pages - 1, -1, -1, dtype=torch.int32, **place)
         self.top = torch.tensor([pages - rings], dtype=torch.int32, **place)
         self.status = torch.zeros(1, dtype=torch.int32, **place)
+        self.is_taken = False
         self._used = rings
 
     @property
@@ -106,49 +158,39 @@ class Pool:
         """Pages in use; waits for the device."""
         return self.pages - int(self.top)
 
-    def fill(
-        self, layer: int, row: int, keys: torch.Tensor, values: torch.Tensor, gates: torch.Tensor, marks: torch.Tensor
-    ) -> None:
-        """Take the prompt of some rows of a layer (WG-KV section 4.2, initial cache population).
-
-        Parameters
-        ----------
-        layer, row : int
-            The layer, and its first row.
-        keys, values : Tensor [Hk, n, d]
-        gates : Tensor [Hk, n] float32
-        marks : Tensor [Hk, n]
-            Boolean: what is admitted.
+    def fill(self, layer: int, row: int, prompt: "Compact") -> None:
+        """Take the prompt of one sequence in a layer, whose first row is `row` (WG-KV section 4.2).
 
         Raises
         ------
         PoolFullError
             If the pool does not hold it.
         """
-        heads, length, dim = keys.shape
-        recent, old = min(length, self.window), max(0, length - self.window)
-        slots = torch.arange(length - recent, length, device=keys.device) % self.window
-        chosen = marks[:, :old]
-        counts = [int(count) for count in chosen.sum(dim=1)]
-        for head in range(heads):
-            number, own = counts[head], row + head
+        heads, recent, dim = prompt.recent_keys.shape
+        device = self.keys.device
+        slots = torch.arange(prompt.length - recent, prompt.length, device=device) % self.window
+        start = 0
+        for own, number in enumerate(prompt.counts, row):
             pages = pages_of(number)
             if self._used + pages > self.pages:
                 raise PoolFullError(f"a pool of {self.pages} pages does not hold the prompt; give it more")
-            numbers = torch.arange(self._used, self._used + pages, dtype=torch.int32, device=keys.device)
+            numbers = torch.arange(self._used, self._used + pages, dtype=torch.int32, device=device)
             self.table[layer, own, self.ring_pages : self.ring_pages + pages] = numbers
             ring = self.table[layer, own, torch.div(slots, PAGE, rounding_mode="floor")].long()
-            for pool, part in ((self.keys, keys), (self.values, values)):
-                flat = pool.view(-1, dim)
+            for pool, old, new in (
+                (self.keys, prompt.keys, prompt.recent_keys),
+                (self.values, prompt.values, prompt.recent_values),
+            ):
                 first = self._used * PAGE
-                flat[first : first + number] = part[head, :old][chosen[head]]
-                pool[ring, slots % PAGE] = part[head, old:]
+                pool.view(-1, dim)[first : first + number] = old[start : start + number]
+                pool[ring, slots % PAGE] = new[own - row]
             self._used += pages
+            start += number
         rows = slice(row, row + heads)
-        self.counts[layer, rows] = torch.tensor(counts, dtype=torch.int32, device=keys.device)
+        self.counts[layer, rows] = torch.tensor(prompt.counts, dtype=torch.int32, device=device)
         self.lengths[layer, rows] = self.counts[layer, rows] + recent
-        self.ring_gates[layer, rows, slots] = gates[:, old:].float()
-        self.pointer[layer, rows] = length % self.window
+        self.ring_gates[layer, rows, slots] = prompt.gates.float()
+        self.pointer[layer, rows] = prompt.length % self.window
         self.top.fill_(self.pages - self._used)
 
     def enlarged(self, pages: int) -> "Pool":
@@ -176,23 +218,3 @@ class Pool:
         other.top = torch.tensor([top + fresh.numel()], dtype=torch.int32, device=self.free.device)
         other.status = torch.zeros_like(self.status)
         return other
-
-
-def pages_needed(marks: Items[torch.Tensor], window: int, steps: int) -> int:
-    """Give the pages that prompts and any `steps` steps after them can take.
-
-    Parameters
-    ----------
-    marks : sequence of Tensor [rows, n]
-        What is admitted of each prompt, for all its rows.
-    window : int
-    steps : int
-    """
-    total = 0
-    for own in marks:
-        old = max(0, own.shape[1] - window)
-        counts = own[:, :old].sum(dim=1)
-        # In each step one token leaves the window, once it is full.
-        total += int(torch.div(counts + steps + PAGE - 1, PAGE, rounding_mode="floor").sum())
-        total += own.shape[0] * pages_of(window)
-    return total

@@ -10,7 +10,8 @@ from kvsim_kernels.promote.kernel import promote
 
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.live.dual.doors import door_of
-from kvsim.live.dual.pool import Pool, PoolFullError, pages_needed
+from kvsim.live.dual.pool import Compact, Pool, PoolFullError
+from kvsim.live.dual.stage import Stage
 from kvsim.live.fast.rules import FastRule
 from kvsim.live.fast.session import Session
 from kvsim.live.fast.slots import Growth, Ring, Slots, growing_slots, ring_slots
@@ -86,17 +87,20 @@ class DualSession(Session):
         keeper = prefixes[0].keeper
         assert keeper is not None
         first, steps = prefixes[0].layers[0], self.sequences[0].steps
-        kv_heads, _, dim = first.keys.shape
-        device, batch, depth = first.keys.device, len(prefixes), len(prefixes[0].eligible)
+        kv_heads, device = first.keys.shape[0], first.keys.device
+        batch, depth = len(prefixes), len(prefixes[0].eligible)
         self.keeper, self._kv_heads = keeper, kv_heads
         self.door = door_of(keeper, [prefix.length for prefix in prefixes], steps, kv_heads, device)
-        marks = [torch.from_numpy(self._admitted(prefix)) for prefix in prefixes]
-        self.pool = Pool(
-            depth, batch * kv_heads, window=keeper.window,
-            most_global=max(max(0, own.shape[1] - keeper.window) + steps for own in marks),
-            pages=pages_needed(marks, keeper.window, steps) if self._pool_pages is None else self._pool_pages,
-            dim=dim, dtype=first.keys.dtype, device=device,
-        )  # fmt: skip
+        own_pool = getattr(prefixes[0], "pool", None)
+        if own_pool is None:
+            stage = Stage(keeper.window, batch, steps=steps, pages=self._pool_pages)
+            for row, prefix in enumerate(prefixes):
+                for place, index in enumerate(prefix.eligible):
+                    stage.take(place, row, self._compact(prefix, place, index))
+            own_pool = stage.pool()
+        elif any(getattr(prefix, "pool", None) is not own_pool for prefix in prefixes):
+            raise KvsimError("prompts of one batch must have been read into one pool")
+        self._take(own_pool, batch * kv_heads, steps)
         self.gates = torch.zeros(depth, steps + 1, batch * kv_heads, device=device)
         self._full = torch.zeros(steps + 1, depth, dtype=torch.int32, device=device)
         self._skipped: set[int] = set()
@@ -115,31 +119,38 @@ class DualSession(Session):
                 positions = max(prefix.length for prefix in prefixes) + steps
                 found.append(ring_slots(prefixes, index, ring, positions))
             elif layer.info.eligible:
-                found.append(self._fill(prefixes, index))
+                found.append(self._scratch(prefixes, index))
             else:
                 found.append(growing_slots(prefixes, self.sequences, index, growths))
         self._movers = [*growths.values(), *rings.values()]
         return found
 
-    def _admitted(self, prefix: Prefix) -> Any:
-        assert prefix.admitted is not None
-        return prefix.admitted.admitted
+    def _take(self, pool: Pool, rows: int, steps: int) -> None:
+        """Decode in this pool."""
+        if pool.is_taken:
+            raise KvsimError("this pool has been decoded in; read the prompt again")
+        if pool.rows != rows or pool.steps < steps:
+            raise KvsimError(
+                f"the pool is for {pool.rows} rows and {pool.steps} steps, this batch has {rows} and takes {steps}"
+            )
+        pool.is_taken = True
+        self.pool = pool
 
-    def _fill(self, prefixes: Items[Prefix], index: int) -> Slots:
-        """Put one layer's prompts into the pool; give the place where a step's key and value are written first."""
-        place = prefixes[0].eligible.index(index)
-        heads = self._kv_heads
-        for row, prefix in enumerate(prefixes):
-            own, known = prefix.layers[index], prefix.admitted
-            assert known is not None
-            groups = slice(place * heads, (place + 1) * heads)
-            device = own.keys.device
-            marks = torch.from_numpy(known.admitted[groups]).to(device)
-            scores = marks.float() if known.scores is None else torch.from_numpy(known.scores[groups]).to(device)
-            self.pool.fill(place, row * heads, own.keys, own.values, scores, marks)
+    def _compact(self, prefix: Prefix, place: int, index: int) -> Compact:
+        """Cut one layer of a prompt down to what was admitted and the last window."""
+        own, known = prefix.layers[index], prefix.admitted
+        assert known is not None
+        groups, device = slice(place * self._kv_heads, (place + 1) * self._kv_heads), own.keys.device
+        marks = torch.from_numpy(known.admitted[groups]).to(device)
+        gates = marks.float() if known.scores is None else torch.from_numpy(known.scores[groups]).to(device)
+        return Compact.of(own.keys, own.values, gates, marks, known.window)
+
+    def _scratch(self, prefixes: Items[Prefix], index: int) -> Slots:
+        """Give the place where an eligible layer's keys and values of a step are written first."""
         layer = prefixes[0].layers[index]
-        shape = len(prefixes), heads, 1, layer.keys.shape[-1]
+        shape = len(prefixes), self._kv_heads, 1, layer.keys.shape[-1]
         new_slots = torch.zeros(len(prefixes), 1, dtype=torch.int32, device=layer.keys.device)
+        place = prefixes[0].eligible.index(index)
         return Slots(
             layer, layer.keys.new_zeros(shape), layer.values.new_zeros(shape), new_slots[:, 0], new_slots, ordinal=place
         )
