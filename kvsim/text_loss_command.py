@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
             model, tokenizer, options.data, policies, length=options.length, prefill=options.prefill,
             texts=options.texts, skip=options.skip, compression_ratio=options.compression_ratio,
             budget=options.budget, one_pass=not options.step_by_step, seed=options.seed,
-            progress=lambda done, total: print(f"{done}/{total}", end="\r", file=sys.stderr, flush=True),
+            progress=lambda done, total: print(f"{done}/{total} texts", file=sys.stderr, flush=True),
         )  # fmt: skip
     except (KvsimError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

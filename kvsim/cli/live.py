@@ -48,8 +48,9 @@ def live(
 ) -> None:
     """Decode a prompt under policies in a real model, token by token, and print what each one wrote and held.
 
-    The prompt is read once; all policies decode from it in one batch, or one after the other with --physical, so that
-    memory is a policy's own. Prefill is the model's own. "evicted" counts positions over all of a policy's sets.
+    The prompt is read once, and once more for each admission (the admit= of a policy acts on the prompt too); all
+    policies decode in one batch, or one after the other with --physical, so that memory is a policy's own. "evicted"
+    counts positions over all of a policy's sets.
 
     Example: kvsim live --model SmolLM2-135M-Instruct --prompt question.txt --chat --policy full --policy ema:0.9
     """

@@ -159,6 +159,6 @@ def test_errors(llama, gate):
             decode(llama, prefill_under(llama, fc.PROMPTS[0], [own]), own, budget=8, engine="triton", **OPTIONS)
     others = [policy, policy_of("local:window=3", gate)]
     prefixes = [prefill_under(llama, fc.PROMPTS[0], [one])[0] for one in others]
-    with pytest.raises(KvsimError, match="runs one policy for all rows"):
+    with pytest.raises(KvsimError, match="the fast form runs one policy for all rows"):
         decode(llama, prefixes, others, engine="triton", **OPTIONS)
     assert torch.is_tensor(prefixes[0].layers[0].keys)

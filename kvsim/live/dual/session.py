@@ -8,15 +8,14 @@ import torch
 from kvsim_kernels.paged_decode.kernel import paged_decode
 from kvsim_kernels.promote.kernel import promote
 
-from kvsim.errors import KvsimError, PolicyError
+from kvsim.errors import KvsimError
 from kvsim.live.dual.doors import door_of
 from kvsim.live.dual.pool import Compact, Pool, PoolFullError
 from kvsim.live.dual.stage import Stage
-from kvsim.live.fast.rules import FastRule
 from kvsim.live.fast.session import Session
 from kvsim.live.fast.slots import Growth, Ring, Slots, growing_slots, ring_slots
 from kvsim.live.prefix import Prefix
-from kvsim.live.sequence import NEAR, Sequence
+from kvsim.live.sequence import NEAR
 from kvsim.policy import Policy
 
 __all__ = ["DualSession"]
@@ -64,28 +63,10 @@ class DualSession(Session):
         self._pool_pages = pool_pages
         super().__init__(model, prefixes, policies, steps=steps, forced=forced, fused=fused, graphs=graphs)
 
-    def _draw_up(self, policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tuple[FastRule, list[Sequence]]:
-        names = sorted({str(policy) for policy in policies})
-        if len(names) > 1:
-            raise PolicyError(f"the dual cache runs one policy for all rows of a batch, and got {', '.join(names)}")
-        expanded = policies[0].expand()
-        for what, has in (("evict", expanded.head.name != "full"), ("select", expanded.select is not None)):
-            if has:
-                raise PolicyError(
-                    f"{policies[0]}: the dual cache on the device does not {what}; "
-                    "the plain engine can (engine 'plain')"
-                )
-        sequences = [
-            Sequence(policy, prefix, steps, full_rows=False) for policy, prefix in zip(policies, prefixes, strict=True)
-        ]
-        plan = sequences[0].plan
-        never = np.zeros(steps, dtype=np.bool_)
-        rule = FastRule("head", False, never, plan.a, plan.b, False, "mean", False, False, None)
-        return rule, sequences
-
     def _seat(self, prefixes: Items[Prefix]) -> list[Slots]:
         keeper = prefixes[0].keeper
-        assert keeper is not None
+        if keeper is None:
+            raise KvsimError(f"{self.sequences[0].policy}: admits everything; the dual cache is for admit=")
         first, steps = prefixes[0].layers[0], self.sequences[0].steps
         kv_heads, device = first.keys.shape[0], first.keys.device
         batch, depth = len(prefixes), len(prefixes[0].eligible)

@@ -82,8 +82,12 @@ def draw_up(policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tup
             f"the fast form runs one policy for all rows of a batch, and got {', '.join(sorted(bare))}; "
             "run them one after the other, or with the plain engine"
         )
-    # Norms of values are taken where the values lie, so the plan need not read them.
     expanded = policies[0].expand()
+    if expanded.admit is not None:
+        return _admitting(policies, prefixes, steps)
+    if expanded.select is not None:
+        raise PolicyError(f"{policies[0]}: the fast form does not run select=; the plain engine can (engine 'plain')")
+    # Norms of values are taken where the values lie, so the plan need not read them.
     vnorm = isinstance(expanded.score, VNorm)
     sequences = []
     for policy, prefix in zip(policies, prefixes, strict=True):
@@ -92,12 +96,6 @@ def draw_up(policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tup
         sequence.policy = policy
         sequences.append(sequence)
     plans = [sequence.plan for sequence in sequences]
-    for policy, plan in zip(policies, plans, strict=True):
-        for axis, part in (("admit", plan.admission), ("select", plan.selection)):
-            if part is not None:
-                raise PolicyError(
-                    f"{policy}: the fast form does not run {axis}=; the plain engine can (engine 'plain')"
-                )
     grows = all(_grows(plan, prefix.length + steps) for plan, prefix in zip(plans, prefixes, strict=True))
     longest = max(plans, key=lambda plan: plan.m0.shape[1])
     if not grows:
@@ -119,6 +117,22 @@ def draw_up(policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tup
         ),
         sequences,
     )
+
+
+def _admitting(policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tuple[FastRule, list[Sequence]]:
+    """Plan a batch under admission, which the dual cache decides about as tokens come."""
+    expanded = policies[0].expand()
+    for what, has in (("evict", expanded.head.name != "full"), ("select", expanded.select is not None)):
+        if has:
+            raise PolicyError(
+                f"{policies[0]}: the dual cache on the device does not {what}; the plain engine can (engine 'plain')"
+            )
+    sequences = [
+        Sequence(policy, prefix, steps, full_rows=False) for policy, prefix in zip(policies, prefixes, strict=True)
+    ]
+    plan = sequences[0].plan
+    never = np.zeros(steps, dtype=np.bool_)
+    return FastRule("head", False, never, plan.a, plan.b, False, "mean", False, False, None), sequences
 
 
 def _grows(plan: Plan, positions: int) -> bool:

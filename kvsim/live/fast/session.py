@@ -13,10 +13,9 @@ from kvsim.errors import KvsimError
 from kvsim.live.fast.fused import FusedForward, why_not_fused
 from kvsim.live.fast.generic import GenericForward
 from kvsim.live.fast.ranks import Ranks
-from kvsim.live.fast.rules import FastRule, draw_up
+from kvsim.live.fast.rules import draw_up
 from kvsim.live.fast.slots import Clock, Growth, Ring, Slots, evicting_slots, growing_slots, ring_slots
 from kvsim.live.prefix import Prefix
-from kvsim.live.sequence import Sequence
 from kvsim.policy import Policy
 
 __all__ = ["Session"]
@@ -80,7 +79,7 @@ class Session:
         graphs: bool | None = None,
     ) -> None:
         self.read_back = READ_BACK
-        self.rule, self.sequences = self._draw_up(policies, prefixes, steps)
+        self.rule, self.sequences = draw_up(policies, prefixes, steps)
         self.done = 0
         first = prefixes[0]
         device = _device(model, prefixes)
@@ -117,9 +116,6 @@ class Session:
         self.history = torch.zeros(steps + 1, batch, dtype=torch.int64, device=device)
         self.tops = torch.zeros(steps + 1, batch, device=device)
         self.device = device
-
-    def _draw_up(self, policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tuple[FastRule, list[Sequence]]:
-        return draw_up(policies, prefixes, steps)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -266,6 +262,8 @@ class Session:
 
     def _seat(self, prefixes: Items[Prefix]) -> list[Slots]:
         """Put the prompts into slots."""
+        if self.sequences[0].plan.admission is not None:
+            raise KvsimError("admission needs the dual cache: kvsim.live.dual.DualSession")
         steps, prompts = self.sequences[0].steps, [prefix.length for prefix in prefixes]
         device = prefixes[0].layers[0].keys.device
         if self.rule.evicts:
