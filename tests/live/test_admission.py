@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import torch
 from gates import gate_for
+from kvsim_traces.manifest import LayerInfo
 from living import masked
 from recording import PROMPT, VOCAB, tiny
 
 import kvsim
 from kvsim.errors import KvsimError
+from kvsim.gating.attention import log_gates, plain_write_gated
 from kvsim.live import KVSimCache, decode, prefill, prefill_under
+from kvsim.live.admitted import admitted_attention
+from kvsim.live.attention import Call
 from kvsim.live.keepers import keeper_of
 from kvsim.live.prefix import cache_argument, run_prompt
 
@@ -150,6 +154,21 @@ def test_a_query_sees_exactly_the_last_window_tokens():
             planted = list(tokens)
             planted[13 - back] = (planted[13 - back] + 5) % VOCAB
             assert torch.equal(logits(planted, prompt), before) != changes, (prompt, back)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 40])
+def test_training_sees_the_window_that_live_sees(llama, window):
+    """Write-gated attention under a hard threshold is the prefill's attention."""
+    rng = torch.Generator().manual_seed(window)
+    query, key, value, gates = (
+        torch.rand(*shape, generator=rng) for shape in ((2, 6, 21, 16), (2, 2, 21, 16), (2, 2, 21, 16), (2, 2, 21))
+    )
+    for tau in (0.5, 0.0, 2.0):
+        trained = plain_write_gated(query, key, value, log_gates(gates, tau), window=window, scaling=0.3)
+        call = Call(llama, query, key, value, None, 0.3, None, None, None)
+        info = LayerInfo("full_attention", True, None, 0.3, None)
+        live = admitted_attention(call, info, gates >= tau, torch.tensor([window] * 2), torch.tensor([0, 0]))
+        assert torch.allclose(live, trained.transpose(1, 2), atol=1e-6)
 
 
 @pytest.mark.parametrize("physical", [False, True])

@@ -130,6 +130,22 @@ def test_a_full_pool_says_so_and_loses_nothing(name, tmp_path):
         decode_fast(model, prefixes, [policy], steps=steps, forced=forced, pool_pages=least, fused=False)
 
 
+def test_a_step_that_was_undone_can_be_taken_again(llama, gate):
+    """What is compared when a step is captured in a graph is taken twice."""
+    policy = policy_of("wgkv:GATE,window=3", gate)
+    prefixes = read(llama, policy)
+    wanted = decode(llama, prefixes, policy, **OPTIONS)
+    session = DualSession(llama, prefixes, [policy] * 2, steps=STEPS, forced=FORCED, fused=False)
+    with session.attached():
+        for t in range(STEPS):
+            undo = session._undo()
+            session._forward(False)
+            undo()
+            session.step()
+            for row, run in enumerate(wanted):
+                assert float((session.logits[row] - run.logits[t]).abs().max()) < 1e-4
+
+
 @pytest.mark.parametrize("text", ["wgkv:GATE,window=3", pytest.param("random:0.5,window=20", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spare", [None, 3])
 def test_a_prompt_read_into_the_pool_is_the_plain_forms(llama, gate, text, spare):

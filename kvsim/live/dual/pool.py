@@ -1,5 +1,6 @@
 """One pool of pages for all layers and KV heads: rings of recent tokens, and global tokens (WG-KV section 4.1)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -192,6 +193,24 @@ class Pool:
         self.ring_gates[layer, rows, slots] = prompt.gates.float()
         self.pointer[layer, rows] = prompt.length % self.window
         self.top.fill_(self.pages - self._used)
+
+    def undo(self) -> Callable[[], None]:
+        """Give what undoes the next step of all layers, from a copy of what it overwrites.
+
+        Pages that the step gives out stay in the tables, where a repeated step writes them again.
+        """
+        names = ("counts", "lengths", "ring_gates", "pointer", "top", "status")
+        before = {name: getattr(self, name).clone() for name in names}
+        page = self.table.gather(2, torch.div(self.pointer, PAGE, rounding_mode="floor").long().unsqueeze(2))
+        place = page[:, :, 0].long(), (self.pointer % PAGE).long()
+        keys, values = self.keys[place], self.values[place]
+
+        def restore() -> None:
+            for name, old in before.items():
+                getattr(self, name).copy_(old)
+            self.keys[place], self.values[place] = keys, values
+
+        return restore
 
     def enlarged(self, pages: int) -> "Pool":
         """Give a pool of `pages` pages that holds what this one holds; its status is clear.

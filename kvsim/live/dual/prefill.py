@@ -100,7 +100,9 @@ class _PooledWatcher(PrefillWatcher):
         if call.sink_logits is not None or info.sliding_window is not None:
             raise KvsimError(f"layer {call.layer}: the dual cache runs neither softmax sinks nor windowed layers")
         own_marks, scores = own
-        query, key, value = (part[0].contiguous() for part in (call.query, call.key, call.value))
+        query, key, value = (
+            part[0] if part.stride(-1) == 1 else part[0].contiguous() for part in (call.query, call.key, call.value)
+        )
         gathered = gather_admitted(key, value, own_marks)
         output = vertical_slash(
             query, key, value, gathered, window=keeper.window, scaling=call.scaling, softcap=call.softcap

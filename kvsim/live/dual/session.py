@@ -1,5 +1,6 @@
 """A batch being decoded in the dual cache: gate, promotion and attention of each layer, no host in between."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -158,6 +159,9 @@ class DualSession(Session):
             out=None if out is None else out.view(rows, heads // self._kv_heads, dim),
         )  # fmt: skip
         return found.view(batch, heads, dim)
+
+    def _undo(self) -> Callable[[], None]:
+        return self.pool.undo()
 
     def step(self) -> None:
         """See `Session.step`."""

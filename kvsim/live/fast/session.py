@@ -1,7 +1,7 @@
 """A batch being decoded: slots, ranks and the forward, a step at a time; on a GPU each step is one CUDA graph."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from typing import Any
@@ -132,6 +132,10 @@ class Session:
         self.layers, self._movers, self.ranks = [], [], None
         self.forward.close()
 
+    def _undo(self) -> Callable[[], None]:
+        """Give what undoes a forward that is going to be repeated; what slots take can be taken twice."""
+        return lambda: None
+
     def check(self) -> None:
         """Read what went wrong on the device, now and then; nothing can, here."""
 
@@ -233,8 +237,10 @@ class Session:
             return
         if not self.fused:
             # The positions have moved on since the warm-up: a step that was made for one length shows here.
+            undo = self._undo()
             self._forward(scored)
             wanted = self.logits.float().clone()
+            undo()
             graph.replay()
             gap, size = (self.logits.float() - wanted).abs().max(), wanted.abs().max()
             if not bool(gap <= _CLOSE * size):
