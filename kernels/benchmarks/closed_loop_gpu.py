@@ -27,6 +27,7 @@ from kvsim.bench_live_models import SHAPES, build
 from kvsim.budget import Budget
 from kvsim.live import decode, prefill
 from kvsim.live.device import DeviceLoop, closed_loop_on_device
+from kvsim.live.device.replayer import ENGINES
 from kvsim.live.prefix import Prefix
 from kvsim.policy import parse
 
@@ -108,6 +109,24 @@ def closed(
         loops += part
         print(f"closed loop, {group} sets:", found[group], flush=True)
     return {**figures(loops, seconds, len(tokens)), "by_groups": found}, loops
+
+
+def engines(model: Any, prefix: Prefix, tokens: list[int]) -> dict[str, Any]:
+    """Run a few policies for some steps by the kernel and by PyTorch's operations; sets and passes must be the same."""
+    few, asked = tokens[:64], [text for number, text in enumerate(policies()) if number % 5 == 2]
+    found: dict[str, Any] = {"policies": len(asked), "steps": len(few)}
+    answers = []
+    for engine in ENGINES:
+        go = lambda engine=engine: closed_loop_on_device(model, prefix, few, asked, engine=engine)  # noqa: E731
+        go()
+        seconds, loops = timed(str(prefix.layers[0].keys.device), go)
+        found[f"seconds_{engine}"] = round(seconds, 3)
+        answers.append(loops)
+    pairs = list(zip(*answers, strict=True))
+    found["swaps"] = sum(int(np.count_nonzero(one.evicted_at != other.evicted_at)) for one, other in pairs)
+    found["near_ties_apart"] = sum(abs(one.near_ties - other.near_ties) for one, other in pairs)
+    found["passes_apart"] = sum(len(one.passes) != len(other.passes) for one, other in pairs)
+    return found
 
 
 def live(
@@ -238,6 +257,9 @@ def main() -> None:
                 print(f"live over closed loop: {report['live_over_closed']} (goal: 20)", flush=True)
                 if beside["swaps"] > SWAPS * beside["evictions"]:
                     failed.append(f"equality: {beside['swaps']} of {beside['evictions']} evictions differ")
+            same = part("engines", lambda: engines(model, prefix, tokens))
+            if same is not None and (same["swaps"] or same["near_ties_apart"] or same["passes_apart"]):
+                failed.append(f"engines: {same}")
             part("engine_triton", lambda: fast(model, prefix, tokens, options))
     except Exception as error:
         failed.append(f"{type(error).__name__}: {error}"[:1000])

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 from recording import PROMPT, VOCAB, tiny
 
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.live import decode, prefill
 from kvsim.live.closed_loop import closed_loop
 from kvsim.live.device import closed_loop_on_device
+from kvsim.live.device.replayer import MOST, TorchReplayer, replayer_of
 from kvsim.live.device.stepper import Rules
 from kvsim.live.sequence import Sequence
 from kvsim.policy import parse
@@ -61,7 +63,7 @@ def test_layers_that_are_not_eligible_keep_everything(model):
         assert np.array_equal(found.evicted_at, run.evicted_at)
 
 
-def test_what_is_refused(model, prefix):
+def test_what_is_refused(model, prefix, monkeypatch):
     for policy, what in (
         ("snapkv:4", "a window of scored steps|pooled states"),
         ("ema:0.8/score=vnorm", "weights of the attention"),
@@ -72,6 +74,15 @@ def test_what_is_refused(model, prefix):
             closed_loop_on_device(model, prefix, FORCED, [policy], budget=BUDGET)
     with pytest.raises(KvsimError, match="batch must be at least 1"):
         closed_loop_on_device(model, prefix, FORCED, ["full"], batch=0)
+    with pytest.raises(KvsimError, match=r"unknown engine 'tritn'.*torch, triton"):
+        closed_loop_on_device(model, prefix, FORCED, ["full"], engine="tritn")
+    with pytest.raises(KvsimError, match="holds 8192 positions of a closed loop, got 8193; use 'torch'"):
+        replayer_of("triton", torch.device("cpu"), MOST + 1)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(KvsimError, match="engine 'triton' needs a CUDA GPU"):
+        replayer_of("triton", torch.device("cpu"), MOST)
+    assert isinstance(replayer_of(None, torch.device("cpu"), 10), TorchReplayer)
+    assert isinstance(replayer_of(None, torch.device("cuda"), MOST + 1), TorchReplayer)
     plans = [Sequence(parse(text), prefix, 4).plan for text in ("ema:0.8/budget=8", "ema:0.8/group=head/budget=8")]
     with pytest.raises(PolicyError, match="must share a kind of groups, got head, shared"):
         Rules(plans, prefix.length, prefix.length + 4, prefix.layers[0].keys.device)

@@ -1,7 +1,7 @@
 """Closed-loop replay of many policies at once, where the model is: `kvsim.live.closed_loop` for linear rules.
 
-The passes and their certificate are the same. Rows are kept for one pass only, the policies are replayed on them in
-batched PyTorch operations, and the host sees a few numbers after each pass.
+The passes and their certificate are the same. Rows are kept for one pass only, the policies are replayed on them by one
+kernel, or in batched PyTorch operations, and the host sees a few numbers after each pass.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from kvsim.errors import KvsimError
 from kvsim.live.closed_loop import NARROWEST, Pass, check_closed, open_loop_guess
 from kvsim.live.decode import check_forced
 from kvsim.live.device.masked import Lanes, Window, masked_pass
+from kvsim.live.device.replayer import Replayer, Seen, replayer_of
 from kvsim.live.device.stepper import Rules
 from kvsim.live.masked_pass import NEVER, IntArray
 from kvsim.live.prefix import Prefix
@@ -63,6 +64,7 @@ def closed_loop_on_device(
     compression_ratio: float | str | Decimal | None = None,
     budget: int | str | None = None,
     batch: int = 32,
+    engine: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[DeviceLoop]:
     """Replay policies in closed loop on one run of tokens, with rows and states on the model's device.
@@ -74,6 +76,9 @@ def closed_loop_on_device(
     batch : int
         The most policies that run together; those of one kind of groups do. The first pass takes 4 bytes for each
         policy, eligible layer, query head, step and position.
+    engine : {"triton", "torch"}, optional
+        What replays the policies on a pass's rows: a kernel over all steps at once (`kvsim_kernels.replay.window`), or
+        operations of PyTorch, step by step. By default the kernel, where there is a GPU and positions are few enough.
 
     Returns
     -------
@@ -83,11 +88,13 @@ def closed_loop_on_device(
     Raises
     ------
     KvsimError
-        On a policy that this form does not run, a token outside the vocabulary, or a batch below 1.
+        On a policy that this form does not run, a token outside the vocabulary, a batch below 1, or an engine that is
+        unknown or cannot run here.
     """
     forced = check_forced(tokens, model)
     if batch < 1:
         raise KvsimError(f"batch must be at least 1, got {batch}")
+    replayer = replayer_of(engine, prefix.layers[0].keys.device, prefix.length + len(forced))
     chosen = choose_budget(compression_ratio, budget)
     parsed = [live_policy((parse(one) if isinstance(one, str) else one).with_budget(chosen)) for one in policies]
     for policy in parsed:
@@ -101,7 +108,7 @@ def closed_loop_on_device(
         for start in range(0, len(places), batch):
             own = places[start : start + batch]
             with torch.inference_mode():
-                loops = _Batch(model, prefix, forced, [sequences[place] for place in own]).run()
+                loops = _Batch(model, prefix, forced, [sequences[place] for place in own], replayer).run()
             found.update(zip(own, loops, strict=True))
             if progress is not None:
                 progress(len(found), len(parsed))
@@ -111,8 +118,10 @@ def closed_loop_on_device(
 class _Batch:
     """Policies of one kind of groups on their way to the fixed point."""
 
-    def __init__(self, model: Any, prefix: Prefix, forced: list[int], sequences: list[Sequence]) -> None:
-        self.model, self.sequences, self.steps = model, sequences, len(forced)
+    def __init__(
+        self, model: Any, prefix: Prefix, forced: list[int], sequences: list[Sequence], replayer: Replayer
+    ) -> None:
+        self.model, self.sequences, self.steps, self.replayer = model, sequences, len(forced), replayer
         self.plans = [sequence.plan for sequence in sequences]
         self.groups: Groups = self.plans[0].groups
         self.lanes = Lanes(prefix, forced, len(sequences))
@@ -158,50 +167,27 @@ class _Batch:
 
     def _decide(self, place: int, rows: torch.Tensor) -> torch.Tensor:
         """Replay an eligible layer of all policies on its rows of all steps, [A, Hk or 1, n]."""
-        plans = [plan.of_layer(place) for plan in self.plans]
-        rules = Rules(plans, self.lanes.prefix.length, self.lanes.positions, rows.device)
-        heads = plans[0].groups.count
+        heads = self.groups.count // len(self.groups.layers)
         groups = slice(place * heads, (place + 1) * heads)
-        whole = self.state
-        state = rules.start()
-        state.retained.copy_(whole.retained[:, groups])
-        state.evicted_at.copy_(whole.evicted_at[:, groups])
-        every = torch.arange(len(plans), device=rows.device)
-        for t in range(1, self.steps + 1):
-            state = rules.step(every, state, every * 0 + t, rows[:, t - 1].unsqueeze(1)).state
-        return torch.where(state.evicted_at < 0, NEVER, state.evicted_at)
+        evicted_at = self.replayer.decide(self.rules.of_groups(groups), self.state.of_groups(groups), rows.unsqueeze(2))
+        return torch.where(evicted_at < 0, NEVER, evicted_at)
 
     def _replay(
         self, window: Window, rows: torch.Tensor, active: list[int], finals: list[int], widths: list[int]
     ) -> None:
         """Replay the policies on what a pass saw, from the first step that was not final."""
         own, first, stop = window.own, window.final, window.start + window.width
-        ahead = kept = self.state.of(own)
-        ran = self.gone[own]
-        is_final = torch.ones_like(own, dtype=torch.bool)
-        every = torch.arange(len(active), device=own.device)
-        shares, final = [], first.clone()
-        for i in range(max(min(self.steps, finals[row] + window.width) - finals[row] for row in active)):
-            t = first + 1 + i
-            runs, t = t <= stop, t.clamp(max=self.steps)
-            sees, had = self.rules.visible(ahead, t), ran >= t.view(-1, 1, 1)
-            had &= self.rules.where < self.rules.prompt + t.view(-1, 1, 1)
-            share = (sees & had).sum(2) / (sees | had).sum(2)
-            # Up to a change the pass ran under the policy's own sets, and what it saw is final.
-            is_final = is_final & runs & (share == 1).all(1)
-            done = self.rules.step(own, ahead, t, rows[every, (t - 1 - window.start)])
-            ahead = done.state.where(runs, ahead)
-            kept = done.state.where(is_final, kept)
-            final += is_final
-            self.near[own] += done.near * is_final
-            self.kept_mass[own, t - 1] = torch.where(runs, done.kept_mass, self.kept_mass[own, t - 1])
-            shares.append(torch.where(runs, torch.stack([(share < 1).any(1).double(), share.double().mean(1)]), 0))
-        self.state.put(own, kept)
+        ran, is_fresh = self.gone[own], window.is_fresh.view(len(active), -1)
+        seen = self.replayer.replay(self.rules, self.state, Seen(own, first, window.start, window.width, rows, ran))
         later = torch.where(ran > stop.view(-1, 1, 1), ran, NEVER)
-        self.gone[own] = torch.where(ahead.evicted_at < 0, later, ahead.evicted_at)
-        self.final[own] = final
-        changed, jaccard = torch.stack(shares).sum(0)
-        numbers = torch.stack([final.double(), (stop - first).double(), changed, jaccard]).tolist()
+        self.gone[own] = torch.where(seen.evicted_at < 0, later, seen.evicted_at)
+        self.final[own] = seen.final
+        self.near[own] += torch.where(window.steps < seen.final.unsqueeze(1), seen.near * is_fresh, 0).sum(1)
+        at = own.unsqueeze(1), window.steps
+        self.kept_mass[at] = torch.where(is_fresh, seen.kept_mass, self.kept_mass[at])
+        changed = (seen.differs & is_fresh).sum(1)
+        jaccard = torch.where(is_fresh, seen.jaccard, 0).sum(1)
+        numbers = torch.stack([seen.final.double(), (stop - first).double(), changed.double(), jaccard]).tolist()
         for row, now, ran_steps, differ, total in zip(active, *numbers, strict=True):
             before, finals[row] = finals[row], int(now)
             widths[row] = min(self.steps - finals[row], max(NARROWEST, 4 * (finals[row] - before)))

@@ -1,6 +1,7 @@
 """Many policies at work on one text, a decode step at a time, in PyTorch: `kvsim.engines.stepper` for linear rules."""
 
 from collections.abc import Sequence as Items
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,10 @@ class State:
     def of(self, rows: torch.Tensor) -> "State":
         """Give the state of some policies, a copy."""
         return State(self.m[rows], self.retained[rows], self.evicted_at[rows])
+
+    def of_groups(self, groups: slice) -> "State":
+        """Give the state of some groups, a copy."""
+        return State(*(part[:, groups].clone() for part in (self.m, self.retained, self.evicted_at)))
 
     def put(self, rows: torch.Tensor, other: "State") -> None:
         """Take over the state of some policies."""
@@ -83,6 +88,17 @@ class Rules:
         L0, and L0 + T.
     device : torch.device
 
+    Attributes
+    ----------
+    count, depth, heads : int
+        G, K of a group, and query heads that a group has of a layer.
+    after, weights : Tensor float64
+        [P, T] what a step multiplies the state by, and [P, T, K] each layer's renormalised rows, summed over heads.
+    scored, evicts, reset : Tensor of bool
+        [P, T], [P, T + 1], [P].
+    budgets, sinks, recent : Tensor int64
+        [P, G].
+
     Raises
     ------
     PolicyError
@@ -95,29 +111,38 @@ class Rules:
         kinds = {plan.groups.kind for plan in plans}
         if len(kinds) > 1:
             raise PolicyError(f"policies of one batch must share a kind of groups, got {', '.join(sorted(kinds))}")
-        self.plans, self.prompt, self.device = list(plans), prompt, device
-        self.count, self.depth = plans[0].groups.count, plans[0].groups.depth
+        self.prompt, self.device = prompt, device
+        groups = plans[0].groups
+        self.count, self.depth = groups.count, groups.depth
+        self.heads = groups.num_heads // (groups.num_kv_heads if groups.kind == "head" else 1)
         self.where = torch.arange(positions, device=device)
 
         def table(arrays: list[Any], dtype: torch.dtype) -> torch.Tensor:
             return torch.from_numpy(np.stack([np.ascontiguousarray(one) for one in arrays])).to(device, dtype)
 
-        self._after = table([plan.a.prod(axis=1) for plan in plans], torch.float64)
-        self._weights = table([plan.b * _later(plan.a) for plan in plans], torch.float64)
-        self._scored = table([plan.scored for plan in plans], torch.bool)
-        self._evicts = table([plan.evicts for plan in plans], torch.bool)
-        self._reset = table([plan.reset for plan in plans], torch.bool)
-        self._budgets = table([plan.budgets for plan in plans], torch.int64)
-        self._sinks, self._recent = (
-            table([getattr(plan, name) for plan in plans], torch.int64).unsqueeze(-1) for name in ("n_sink", "n_recent")
+        self.after = table([plan.a.prod(axis=1) for plan in plans], torch.float64)
+        self.weights = table([plan.b * _later(plan.a) for plan in plans], torch.float64) / self.heads
+        self.scored = table([plan.scored for plan in plans], torch.bool)
+        self.evicts = table([plan.evicts for plan in plans], torch.bool)
+        self.reset = table([plan.reset for plan in plans], torch.bool)
+        self.budgets, self.sinks, self.recent = (
+            table([getattr(plan, name) for plan in plans], torch.int64) for name in ("budgets", "n_sink", "n_recent")
         )
+        self._m0 = table([plan.m0 for plan in plans], torch.float64)
+
+    def of_groups(self, groups: slice) -> "Rules":
+        """Give the rules of some of the groups."""
+        part = copy(self)
+        for name in ("budgets", "sinks", "recent", "_m0"):
+            setattr(part, name, getattr(self, name)[:, groups].contiguous())
+        part.count = part.budgets.shape[1]
+        return part
 
     def start(self) -> State:
         """Give the state before step 1 of plans that evict nothing before it."""
-        shape = len(self.plans), self.count, self.where.numel()
+        shape = *self.budgets.shape, self.where.numel()
         m = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        given = [torch.from_numpy(np.ascontiguousarray(plan.m0)) for plan in self.plans]
-        m[..., : self.prompt] = torch.stack(given).to(self.device)
+        m[..., : self.prompt] = self._m0
         retained = (self.where < self.prompt).expand(shape).clone()
         return State(m, retained, torch.full(shape, -1, dtype=torch.int32, device=self.device))
 
@@ -145,14 +170,14 @@ class Rules:
             rows.reshape(len(rules), self.count, self.depth, -1, rows.shape[-1]).double() * visible[:, :, None, None]
         )
         mass = grouped.sum(dim=-1)
-        weights = self._weights[rules, at].view(-1, 1, self.depth, 1) / mass.shape[-1]
+        weights = self.weights[rules, at].view(-1, 1, self.depth, 1)
         shares = torch.where(mass > 0, weights / mass, 0)
         scores = (shares.flatten(2).unsqueeze(2) @ grouped.flatten(2, 3)).squeeze(2)
-        before = torch.where(self._reset[rules].view(-1, 1, 1) & visible, 0, state.m)
-        after = self._after[rules, at].view(-1, 1, 1)
+        before = torch.where(self.reset[rules].view(-1, 1, 1) & visible, 0, state.m)
+        after = self.after[rules, at].view(-1, 1, 1)
         others = (state.m * state.retained).sum(-1, keepdim=True) / state.retained.sum(-1, keepdim=True).clamp(min=1)
         m = torch.where(
-            self._scored[rules, at].view(-1, 1, 1),
+            self.scored[rules, at].view(-1, 1, 1),
             torch.where(visible, after * before + scores, state.m),
             torch.where(newest, others, state.m),
         )
@@ -168,9 +193,13 @@ class Rules:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Mark what leaves after steps t [P], and count close cuts [P]."""
         newest = (self.prompt + t - 1).view(-1, 1, 1)
-        free = visible & (self.where >= self._sinks[rules]) & (self.where <= newest - self._recent[rules])
-        size, room, budgets = visible.sum(-1), free.sum(-1), self._budgets[rules]
-        over = (size > budgets) & self._evicts[rules, t].unsqueeze(1)
+        free = (
+            visible
+            & (self.where >= self.sinks[rules].unsqueeze(-1))
+            & (self.where <= newest - self.recent[rules].unsqueeze(-1))
+        )
+        size, room, budgets = visible.sum(-1), free.sum(-1), self.budgets[rules]
+        over = (size > budgets) & self.evicts[rules, t].unsqueeze(1)
         # What is protected stays, even above the budget.
         count = torch.where(over, room - (budgets - (size - room)).clamp(min=0), 0).clamp(min=0)
         bits = (m.float() + 0.0).view(torch.int32)
