@@ -24,9 +24,12 @@ from kvsim.plan import Plan
 from kvsim.policy import parse
 from kvsim.version import __version__
 
-__all__ = ["bench_large", "bench_replay", "check_install", "gpu_facts", "machine", "write_recording"]
+__all__ = ["SMOKE", "bench_large", "bench_replay", "check_install", "gpu_facts", "machine", "write_recording"]
 
 SELF_CHECK = ("single", "ema:0.8", "cumulative/group=layer", "ema:0.8/refresh=3", "ema:0.8/protect=sink:2+recent:2")
+
+SMOKE: dict[str, Any] = {"steps": 16, "layers": 3, "prompt": 64, "heads": 3, "policies": (1, 4), "repeats": 1}
+"""A size of `bench_replay` that says nothing of speed."""
 
 
 def bench_replay(

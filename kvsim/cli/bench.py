@@ -14,12 +14,12 @@ from kvsim_traces.bench import bench_trace
 from rich import box
 from rich.table import Table
 
-from kvsim.bench import bench_large, bench_replay
+from kvsim.bench import SMOKE, bench_large, bench_replay
 from kvsim.bench_oracle import bench_oracle
 from kvsim.cli.models import Device, ModelPath, load, need_torch
 from kvsim.cli.options import AsJson, More, Quiet, Traces, find_traces, open_traces
 from kvsim.cli.output import ErrorGroup, console, narrow_table, print_json, print_table, progress_bar, say, stderr
-from kvsim.errors import unknown_name
+from kvsim.errors import KvsimError, unknown_name
 from kvsim.policy import parse
 
 __all__ = ["app"]
@@ -38,10 +38,24 @@ def replay(
     large: Annotated[
         bool, typer.Option("--large", help="Instead, replay a 20 GB recording and report the peak memory.")
     ] = False,
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="cuda: time the GPU engine on 1,000 policies beside two cores.")
+    ] = "cpu",
+    smoke: Annotated[bool, typer.Option("--smoke", help="A small size that only shows that it runs.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure policy-steps a second beside a plain read of the same bytes, on one core."""
+    """Measure policy-steps a second beside a plain read of the same bytes, on one core; or on a GPU.
+
+    Example: kvsim bench replay --device cuda --json > replay_engine.json
+    """
+    if device not in ("cpu", "cuda"):
+        raise unknown_name("device", device, ("cpu", "cuda"))
+    if large and (smoke or device == "cuda"):
+        raise KvsimError("--large is one measurement of its own: it takes neither --smoke nor --device cuda")
+    if device == "cuda":
+        _replay_on_gpu(directory, smoke=smoke, as_json=as_json, quiet=quiet)
+        return
     if os.environ.get("OPENBLAS_NUM_THREADS") != "1" and not large:
         # The number of BLAS threads is settled when NumPy is loaded, so start again with one.
         os.execve(
@@ -54,7 +68,8 @@ def replay(
             if hasattr(os, "sched_setaffinity"):
                 os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
             with progress_bar("measuring", quiet=quiet or as_json) as advance:
-                report = bench_replay(scratch, progress=advance)
+                size: dict[str, Any] = SMOKE if smoke else {}
+                report = bench_replay(scratch, **size, progress=advance)
     if as_json:
         print_json(report)
         return
@@ -68,6 +83,22 @@ def replay(
             table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
         print_table(table)
     _print_facts(report)
+
+
+def _replay_on_gpu(directory: Path | None, *, smoke: bool, as_json: bool, quiet: bool) -> None:
+    from kvsim import bench_replay as gpu
+
+    gpu.check_gpu(smoke=smoke)
+    with tempfile.TemporaryDirectory(dir=directory, prefix="kvsim-bench-") as scratch:
+        report = gpu.bench_replay_gpu(
+            scratch,
+            **(gpu.SMOKE if smoke else {}),
+            progress=None if quiet or as_json else lambda line: say(line, to=stderr),
+        )
+    if as_json:
+        print_json({"command": " ".join(["kvsim", *sys.argv[1:]]), **report})
+    else:
+        say("\n".join(gpu.lines(report)))
 
 
 @app.command()
