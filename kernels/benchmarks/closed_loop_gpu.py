@@ -34,6 +34,8 @@ from kvsim.policy import parse
 RULES = ("ema:0.8", "ema:0.95", "ema:0.9,over=step", "ema:0.8/refresh=4")
 GROUPS = ("shared", "head")
 RATIOS = ("0.5", "0.75", "0.9", "0.95")
+WARM = 16
+"""Steps of a run that is not timed: as many as leave rows aligned as the timed ones are, which a kernel is made for."""
 SWAPS = 1e-3
 """The largest share of evictions in which rounding may make the two differ."""
 
@@ -93,7 +95,7 @@ def closed(
 ) -> tuple[dict[str, Any], list[DeviceLoop]]:
     """Run all policies in closed loop, each kind of groups by itself; a short run before warms up."""
     asked = policies()
-    closed_loop_on_device(model, prefix, tokens[:4], [asked[0], asked[-1]])
+    closed_loop_on_device(model, prefix, tokens[:WARM], [asked[0], asked[-1]])
     found: dict[str, Any] = {}
     loops: list[DeviceLoop] = []
     seconds = 0.0
@@ -194,7 +196,7 @@ def large(options: argparse.Namespace) -> dict[str, Any]:
     tokens = torch.randint(0, shape["vocab_size"], (prompt + steps,), generator=generator).tolist()
     prefix, forced = prefill(model, tokens[:prompt]), tokens[prompt:]
     asked = [f"{rule}/budget={budget}" for rule, budget in product(("ema:0.8", "ema:0.95"), ("10%", "25%"))]
-    closed_loop_on_device(model, prefix, forced[:4], asked[:1])
+    closed_loop_on_device(model, prefix, forced[:WARM], asked[:1])
     seconds, loops = timed(options.device, lambda: closed_loop_on_device(model, prefix, forced, asked))
     found = {"prompt": prompt, "dtype": "bfloat16", **figures(loops, seconds, steps)}
     few = min(16, steps)
