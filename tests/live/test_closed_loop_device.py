@@ -1,5 +1,7 @@
 """Closed loops whose states stay on the device: the plain form's sets, passes and certificate."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from recording import PROMPT, VOCAB, tiny
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.live import decode, prefill
 from kvsim.live.closed_loop import closed_loop
-from kvsim.live.device import closed_loop_on_device
+from kvsim.live.device import closed_loop_on_device, loop
 from kvsim.live.device.replayer import MOST, TorchReplayer, replayer_of
 from kvsim.live.device.stepper import Rules
 from kvsim.live.sequence import Sequence
@@ -61,6 +63,39 @@ def test_layers_that_are_not_eligible_keep_everything(model):
         (run,) = decode(model, [prefix], [policy], steps=STEPS, force=FORCED, budget=BUDGET)
         (found,) = closed_loop_on_device(model, prefix, FORCED, [policy], budget=BUDGET)
         assert np.array_equal(found.evicted_at, run.evicted_at)
+
+
+def test_a_batch_takes_half_of_the_free_memory(model, prefix, monkeypatch):
+    each = 4 * len(prefix.eligible) * prefix.num_heads * STEPS * (prefix.length + STEPS)
+    assert loop._fitting(prefix, STEPS) == loop.MOST_TOGETHER
+    on_gpu = SimpleNamespace(
+        eligible=prefix.eligible,
+        num_heads=prefix.num_heads,
+        length=prefix.length,
+        layers=[SimpleNamespace(keys=SimpleNamespace(device=torch.device("cuda")))],
+    )
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * each)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: each)
+    for free, count in ((0, 1), (5 * each, 3), (10**15, loop.MOST_TOGETHER)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 0))
+        assert loop._fitting(on_gpu, STEPS) == count
+
+
+def test_faults_of_the_machine_and_the_model(model, prefix, monkeypatch):
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nand more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "masked_pass", full)
+        with pytest.raises(
+            KvsimError, match=r"closed loop over 40 steps with a batch of 2: CUDA out .* 9 GiB.; take a sm"
+        ):
+            closed_loop_on_device(model, prefix, FORCED, ["ema:0.8", "single"], budget=BUDGET)
+    broken = tiny("llama-gqa3", "sdpa")
+    broken.model.layers[1].self_attn.q_proj.weight.data[0, 0] = torch.nan
+    for policy in ("ema:0.8", "ema:0.8/group=head"):
+        with pytest.raises(KvsimError, match=r"attention is not a number \(NaN\)"):
+            closed_loop_on_device(broken, prefix, FORCED, [policy], budget=BUDGET)
 
 
 def test_what_is_refused(model, prefix, monkeypatch):

@@ -29,6 +29,10 @@ from kvsim.replay import choose_budget
 __all__ = ["DeviceLoop", "closed_loop_on_device"]
 
 
+MOST_TOGETHER = 32
+"""Policies that run together, by default, if memory holds the rows of so many."""
+
+
 @dataclass(frozen=True)
 class DeviceLoop:
     """A policy in closed loop.
@@ -63,7 +67,7 @@ def closed_loop_on_device(
     *,
     compression_ratio: float | str | Decimal | None = None,
     budget: int | str | None = None,
-    batch: int = 32,
+    batch: int | None = None,
     engine: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[DeviceLoop]:
@@ -73,9 +77,10 @@ def closed_loop_on_device(
     ----------
     model, prefix, tokens, policies, compression_ratio, budget, progress
         As for `kvsim.live.closed_loop.closed_loop`. Policies are linear rules over attention (`Rules`).
-    batch : int
+    batch : int, optional
         The most policies that run together; those of one kind of groups do. The first pass takes 4 bytes for each
-        policy, eligible layer, query head, step and position.
+        policy, eligible layer, query head, step and position; by default at most 32 whose rows take half of the GPU's
+        free memory.
     engine : {"triton", "torch"}, optional
         What replays the policies on a pass's rows: a kernel over all steps at once (`kvsim_kernels.replay.window`), or
         operations of PyTorch, step by step. By default the kernel, where there is a GPU and positions are few enough.
@@ -88,10 +93,12 @@ def closed_loop_on_device(
     Raises
     ------
     KvsimError
-        On a policy that this form does not run, a token outside the vocabulary, a batch below 1, or an engine that is
-        unknown or cannot run here.
+        On a policy that this form does not run, a token outside the vocabulary, a batch below 1, an engine that is
+        unknown or cannot run here, attention that is not a number, or if memory runs out.
     """
     forced = check_forced(tokens, model)
+    if batch is None:
+        batch = _fitting(prefix, len(forced))
     if batch < 1:
         raise KvsimError(f"batch must be at least 1, got {batch}")
     replayer = replayer_of(engine, prefix.layers[0].keys.device, prefix.length + len(forced))
@@ -107,12 +114,37 @@ def closed_loop_on_device(
     for places in kinds.values():
         for start in range(0, len(places), batch):
             own = places[start : start + batch]
-            with torch.inference_mode():
-                loops = _Batch(model, prefix, forced, [sequences[place] for place in own], replayer).run()
+            loops = _run(model, prefix, forced, [sequences[place] for place in own], replayer)
             found.update(zip(own, loops, strict=True))
             if progress is not None:
                 progress(len(found), len(parsed))
     return [found[place] for place in range(len(parsed))]
+
+
+def _fitting(prefix: Prefix, steps: int) -> int:
+    """Give how many policies' rows of all steps half of the device's free memory takes, from 1 to `MOST_TOGETHER`."""
+    device = prefix.layers[0].keys.device
+    if device.type != "cuda":
+        return MOST_TOGETHER
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + held
+    each = 4 * len(prefix.eligible) * prefix.num_heads * steps * (prefix.length + steps)
+    return int(max(1, min(MOST_TOGETHER, free // 2 // each)))
+
+
+def _run(
+    model: Any, prefix: Prefix, forced: list[int], sequences: list[Sequence], replayer: Replayer
+) -> list[DeviceLoop]:
+    try:
+        with torch.inference_mode():
+            return _Batch(model, prefix, forced, sequences, replayer).run()
+    except torch.OutOfMemoryError as error:
+        failure = str(error).splitlines()[0]
+    # Raised out here, so that no traceback holds the rows.
+    raise KvsimError(
+        f"out of memory in a closed loop over {len(forced)} steps with a batch of {len(sequences)}: {failure}; "
+        "take a smaller batch or fewer steps"
+    )
 
 
 class _Batch:
@@ -186,9 +218,11 @@ class _Batch:
         at = own.unsqueeze(1), window.steps
         self.kept_mass[at] = torch.where(is_fresh, seen.kept_mass, self.kept_mass[at])
         changed = (seen.differs & is_fresh).sum(1)
-        jaccard = torch.where(is_fresh, seen.jaccard, 0).sum(1)
-        numbers = torch.stack([seen.final.double(), (stop - first).double(), changed.double(), jaccard]).tolist()
-        for row, now, ran_steps, differ, total in zip(active, *numbers, strict=True):
+        jaccard, mass = (torch.where(is_fresh, part, 0).sum(1) for part in (seen.jaccard, seen.kept_mass))
+        numbers = torch.stack([seen.final.double(), (stop - first).double(), changed.double(), jaccard, mass]).tolist()
+        if not np.isfinite(numbers[-1]).all():
+            raise KvsimError("model: its attention is not a number (NaN); its weights or its type are at fault")
+        for row, now, ran_steps, differ, total in zip(active, *numbers[:-1], strict=True):
             before, finals[row] = finals[row], int(now)
             widths[row] = min(self.steps - finals[row], max(NARROWEST, 4 * (finals[row] - before)))
             self.passes[row].append(Pass(int(ran_steps), int(differ), finals[row], total / ran_steps))
