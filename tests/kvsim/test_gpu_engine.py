@@ -146,6 +146,15 @@ def test_programs_of_many_warps_equal_the_numba_engine(wide, policy, shadow):
         assert_equal(want, got, policy, 1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="too large for the interpreter")
+@pytest.mark.parametrize("rule", ["ema:0.8", "cumulative/when=overflow:30%", "window:3,pool=3"])
+def test_windows_longer_than_a_warp_equal_the_numba_engine(wide, rule):
+    plans = plans_of(wide, [f"{rule}/admit=random:{share},window=300" for share in ("0.5", "0.1")], budget=700)
+    for want, got in zip(get_engine("cpu")(wide, plans), get_engine("gpu")(wide, plans), strict=True):
+        assert_equal(want, got, rule, 1e-6)
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     return write_trace(tmp_path_factory.mktemp("wide") / "t", seed=35, steps=24, prompt=9000, layers=3)
@@ -179,14 +188,31 @@ def test_refuses_by_name_what_it_cannot_run(traces, policy):
         get_engine("gpu")(traces["heads"], [*plans_of(traces["heads"], ["ema:0.8"]), plan])
 
 
-@pytest.mark.parametrize("policy", ADMITTING)
-def test_refuses_admission(traces, policy):
+@pytest.mark.parametrize("policy", [text for text in ADMITTING if not text.startswith(("adaptive", "rkv"))])
+def test_admission_equals_the_reference(traces, policy):
     trace = traces["heads"]
-    plan = plans_of(trace, [named(policy, trace)], budget=9)[0]
-    if not policy.startswith("adaptive"):
-        assert "local window (admit=)" in refusal(plan)
-    with pytest.raises(PolicyError, match=r"engine gpu cannot run it: .*; engines that can: cpu, reference"):
-        get_engine("gpu")(trace, [plan])
+    assert_as_reference(trace, [named(policy, trace)], budget=9)
+
+
+def test_admission_in_blocks_pieces_and_batches(traces, monkeypatch):
+    """Windows longer than a block, several plans in a launch, with the state in registers and without."""
+    few = [
+        "ema:0.8/admit=random:0.5,window=4", "ema:0.8/admit=random:0.3,seed=1,window=1",
+        "ema:0.5/admit=random:0.4,seed=2,window=9", "cumulative/when=overflow:30%/admit=random:0.5,window=6",
+        "full/admit=local:window=11,sink=2", "ema:0.8/when=overflow:5%/admit=random:0.2,seed=3,window=2",
+    ]  # fmt: skip
+    assert_as_reference(traces["heads"], few, budget=12)
+    from kvsim.engines.gpu import engine
+
+    for name, value in {"RESIDENT": 0, "WHOLE": 0, "PART": 4, "BATCH_BYTES": 12000}.items():
+        monkeypatch.setattr(engine, name, value)
+    assert_as_reference(traces["heads"], few, budget=12)
+
+
+def test_shadow_mode_refuses_admission(traces):
+    plans = plans_of(traces["heads"], ["ema:0.8/admit=random:0.5,window=4"])
+    with pytest.raises(PolicyError, match="admission has no meaning there"):
+        get_engine("gpu")(traces["heads"], plans, shadow=True)
 
 
 def test_without_a_gpu_it_says_what_it_needs(traces, monkeypatch):

@@ -104,6 +104,8 @@ def test_what_is_refused(model, prefix, monkeypatch):
         ("ema:0.8/score=vnorm", "weights of the attention"),
         ("random:0", "scores of other things"),
         ("ema:0.8/when=overflow", "when=overflow"),
+        ("ema:0.8/admit=local:window=3,sink=1", "an admission"),
+        ("ema:0.8/select=topk:4", "a selection"),
     ):
         with pytest.raises(PolicyError, match=f"the closed loop on the device does not run ({what})"):
             closed_loop_on_device(model, prefix, FORCED, [policy], budget=BUDGET)

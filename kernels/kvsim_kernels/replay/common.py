@@ -36,12 +36,14 @@ FIELDS = (
     "window",
     "pool",
     "rescue",
+    "local",
 )
 """Columns of the int64 table that says what each program runs.
 
 ``plan`` is a row of `scored` and `evicts`, ``element`` where the group's elements start in a record. ``coefficients``,
 ``source``, ``queries``, ``weight`` and ``ring`` are offsets into the arrays of that name; ``coefficient_step`` is what
-to add to the first of them for each step (0 where coefficients never change).
+to add to the first of them for each step (0 where coefficients never change). ``local`` is the size of the local
+window, 0 for none.
 """
 
 ATTENTION, STATIC, COSINE, BILINEAR = (tl.constexpr(kind) for kind in range(4))

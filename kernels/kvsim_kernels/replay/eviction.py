@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvsim_kernels.replay.common import NEVER, eviction_key, kth_key, kth_stored_key
 
-__all__ = ["count_tied", "cut_of", "evict", "guard_highest", "mark", "write_keys"]
+__all__ = ["count_tied", "cut_of", "evict", "guard_highest", "let_go", "mark", "write_keys"]
 
 
 @triton.jit
@@ -103,6 +103,20 @@ def evict(m, pos, keys, n, cut, evicted_at, step, BLOCK: tl.constexpr):
         tl.store(m + place, v, mask=stays != 0)
     tl.debug_barrier()
     return kept
+
+
+@triton.jit
+def let_go(m, pos, n, local, BLOCK: tl.constexpr):
+    """Take out the first of the last `local` of n positions; give how many are left."""
+    for start in range(n - local, n - 1, BLOCK):
+        j = start + tl.arange(0, BLOCK)
+        i = tl.load(pos + j + 1, mask=j < n - 1, other=0)
+        v = tl.load(m + j + 1, mask=j < n - 1, other=0.0)
+        tl.debug_barrier()
+        tl.store(pos + j, i, mask=j < n - 1)
+        tl.store(m + j, v, mask=j < n - 1)
+        tl.debug_barrier()
+    return n - 1
 
 
 @triton.jit

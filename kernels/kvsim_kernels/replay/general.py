@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvsim_kernels.replay.common import COSINE, FIELDS, column_sums, target
-from kvsim_kernels.replay.eviction import count_tied, cut_of, evict, guard_highest, mark, write_keys
+from kvsim_kernels.replay.eviction import count_tied, cut_of, evict, guard_highest, let_go, mark, write_keys
 from kvsim_kernels.replay.scores import layer_scores
 
 __all__ = ["replay_general"]
@@ -15,7 +15,7 @@ _AT = {name: tl.constexpr(column) for column, name in enumerate(FIELDS)}
 WIDTH = tl.constexpr(len(FIELDS))
 BUDGET, N_SINK, N_RECENT, PLAN, ELEMENT = (_AT[name] for name in FIELDS[:5])
 COEFFICIENTS, COEFFICIENT_STEP, RESET, SOURCE, QUERIES, WEIGHT = (_AT[name] for name in FIELDS[5:11])
-RING, WINDOW, POOL, RESCUE = (_AT[name] for name in FIELDS[11:])
+RING, WINDOW, POOL, RESCUE, LOCAL = (_AT[name] for name in FIELDS[11:])
 
 
 @triton.jit
@@ -96,6 +96,8 @@ def replay_general(
     source,
     queries,
     weight,
+    admitted,
+    targets,
     sizes,
     pos,
     m,
@@ -121,6 +123,8 @@ def replay_general(
     SIGNED: tl.constexpr,
     WINDOWED: tl.constexpr,
     RESCUED: tl.constexpr,
+    ADMITTED: tl.constexpr,
+    TARGETED: tl.constexpr,
     LAYERWISE: tl.constexpr,
     RENORMALISE: tl.constexpr,
     SHADOW: tl.constexpr,
@@ -148,6 +152,8 @@ def replay_general(
     evicts : uint8 [P, T + 1]
     source, queries, weight : float64
         ``static`` scores [K, L], vectors [K, Hk, L, d]; queries [T, K, Hk, d]; weights [L, K, Hk].
+    admitted, targets : uint8 [N, L], int32 [N, T + 1]
+        Whether a position stays when it leaves the local window; how many stay after each step, instead of a budget.
     sizes : int32 [N, 3]
         Positions held, scored steps so far, whether a rescue has happened; carried from launch to launch as are the
         arrays up to `evicted_at`.
@@ -169,6 +175,7 @@ def replay_general(
     window = tl.load(field + WINDOW).to(tl.int32)
     pool = tl.load(field + POOL).to(tl.int32)
     rescue = tl.load(field + RESCUE).to(tl.int32)
+    local = tl.load(field + LOCAL).to(tl.int32)
     reset = tl.load(field + RESET)
     element = tl.load(field + ELEMENT)
     coefficient_step = tl.load(field + COEFFICIENT_STEP)
@@ -181,6 +188,10 @@ def replay_general(
     queries += tl.load(field + QUERIES)
     weight += tl.load(field + WEIGHT)
     ring += tl.load(field + RING)
+    if ADMITTED:
+        admitted += program * positions
+    if TARGETED:
+        targets += program * (steps + 1)
     pos += program * positions
     m += program * positions
     keys += program * positions
@@ -325,7 +336,13 @@ def replay_general(
 
         cut = tl.full([], -1, tl.int64)
         tied = tl.full([], 0, tl.int32)
-        over = n > budget
+        if SHADOW:
+            stay = tl.minimum(n, budget)
+        elif TARGETED:
+            stay = tl.load(targets + step)
+        else:
+            stay = target(n, budget, part)
+        over = n > stay
         acts = step > 0
         if not SHADOW:
             acts = over & (tl.load(evicts + step) != 0)
@@ -335,13 +352,17 @@ def replay_general(
                 guard_highest(due, peak, pos, guard, keys, n, rescue, n_sink, n_recent, position_bits, BLOCK, ONE_BLOCK)
                 rescued = tl.where(due, 1, rescued)
             free = write_keys(m, pos, guard, keys, n, pool, n_sink, n_recent, RESCUED, BLOCK)
-            stay = tl.minimum(n, budget) if SHADOW else target(n, budget, part)
             excess = tl.minimum(n - stay, free)
             if excess > 0:
                 cut = cut_of(keys, n, excess - 1, position_bits, BLOCK, ONE_BLOCK)
                 tied = count_tied(keys, n, cut, BLOCK)
                 if not SHADOW:
                     n = evict(m, pos, keys, n, cut, evicted_at, step, BLOCK)
+        if ADMITTED:
+            place = prompt + step - local
+            if tl.load(admitted + place, mask=place >= 0, other=1) == 0:
+                tl.store(evicted_at + place, step)
+                n = let_go(m, pos, n, local, BLOCK)
         if step > 0:
             tl.store(ties + step - 1, tied)
             if SHADOW:

@@ -21,6 +21,7 @@ _AT = {name: tl.constexpr(column) for column, name in enumerate(FIELDS)}
 WIDTH = tl.constexpr(len(FIELDS))
 BUDGET, N_SINK, N_RECENT, PLAN, ELEMENT = (_AT[name] for name in FIELDS[:5])
 COEFFICIENTS, COEFFICIENT_STEP, RESET, SOURCE = (_AT[name] for name in FIELDS[5:9])
+LOCAL = _AT["local"]
 
 
 @triton.jit
@@ -59,6 +60,8 @@ def replay_resident(
     scored,
     evicts,
     source,
+    admitted,
+    targets,
     sizes,
     pos,
     m,
@@ -70,6 +73,8 @@ def replay_resident(
     KIND: tl.constexpr,
     HIGHEST: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    ADMITTED: tl.constexpr,
+    TARGETED: tl.constexpr,
     WORDS: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -97,6 +102,11 @@ def replay_resident(
     scored += tl.load(field + PLAN) * steps
     evicts += tl.load(field + PLAN) * (steps + 1)
     source += tl.load(field + SOURCE)
+    local = tl.load(field + LOCAL).to(tl.int32)
+    if ADMITTED:
+        admitted += program * positions
+    if TARGETED:
+        targets += program * (steps + 1)
     pos += program * positions
     m += program * positions
     factor += program * depth * heads
@@ -158,10 +168,11 @@ def replay_resident(
         tl.store(kept_mass + t, seen)
 
         tied = tl.full([], 0, tl.int32)
-        if (n > budget) & (tl.load(evicts + step) != 0):
+        stay = tl.load(targets + step) if TARGETED else target(n, budget, part)
+        if (n > stay) & (tl.load(evicts + step) != 0):
             free = alive & (i >= n_sink) & (i <= newest - n_recent)
             key = eviction_key(v, i, free)
-            excess = tl.minimum(n - target(n, budget, part), tl.sum(free.to(tl.int32), axis=0))
+            excess = tl.minimum(n - stay, tl.sum(free.to(tl.int32), axis=0))
             if excess > 0:
                 cut = tl.min(key, axis=0)
                 if excess > 1:
@@ -172,6 +183,12 @@ def replay_resident(
                 tl.store(evicted_at + i, step, mask=key <= cut)
                 i = tl.where(key <= cut, -1, i)
                 n -= excess
+        if ADMITTED:
+            place = newest + 1 - local
+            is_refused = tl.load(admitted + place, mask=place >= 0, other=1) == 0
+            tl.store(evicted_at + place, step, mask=is_refused)
+            i = tl.where(is_refused & (i == place), -1, i)
+            n -= is_refused.to(tl.int32)
         hole = tl.min(tl.where(i < 0, slot, BLOCK), axis=0)
         tl.store(ties + t, tied)
         tl.store(retained + t, n)

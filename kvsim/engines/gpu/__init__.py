@@ -50,6 +50,8 @@ def run_many(
     """
     check()
     for plan in plans:
+        if shadow:
+            plan.check_shadow()
         reason = refusal(plan)
         if reason is not None:
             raise PolicyError(f"{plan.policy}: engine gpu cannot run it: {reason}; engines that can: cpu, reference")
@@ -62,8 +64,6 @@ def refusal(plan: Plan) -> str | None:
     """Say why the kernels cannot run a plan, None if they can."""
     if plan.control is not None:
         return "its control decides between steps in Python"
-    if plan.admission is not None:
-        return "its kernels know no local window (admit=)"
     if plan.score.redundancy is not None:
         return "its ranking compares all pairs of visible keys"
     return None

@@ -152,7 +152,7 @@ class _Run:
 
     def _common(self, piece: Piece, start: int, first: int, last: int, block: int) -> dict[str, Any]:
         trace, tables, shape = self.trace, self.tables, self.tables.shape
-        given = ("programs", "batch", "a", "b", "scored", "evicts", "source")
+        given = ("programs", "batch", "a", "b", "scored", "evicts", "source", "admitted", "targets")
         span = max(shape["depth"] * shape["heads"], shape["dim"])
         return {
             "rows": piece.data,
@@ -172,6 +172,8 @@ class _Run:
             **{name: tables.answers[name] for name in ("evicted_at", "kept_mass", "ties", "retained")},
             "KIND": self.variant.kind,
             "HIGHEST": self.variant.highest,
+            "ADMITTED": self.variant.admitted,
+            "TARGETED": self.variant.targeted,
             "RENORMALISE": trace.capture != "scores" and not self.shadow,
             "BLOCK": block,
             "TILE": min(TILE, _power(span)),
@@ -220,7 +222,8 @@ class _Run:
         columns["ties"], columns["retained"], columns["newest_kept"] = home("ties"), retained, newest
         before = retained[..., :-1]
         both = home("both")[..., 1:] if self.shadow else retained[..., 1:] - newest[..., 1:]
-        columns["churn"][..., 1:] = 1 - both / (before + retained[..., 1:] - both)
+        either = before + retained[..., 1:] - both
+        columns["churn"][..., 1:] = np.where(either > 0, 1 - both / np.maximum(either, 1), 0)
         if self.raw is not None:
             columns.update({name: column.cpu().numpy() for name, column in self.raw.columns.items()})
         averages = {name: column.astype(np.float64).mean(axis=1) for name, column in columns.items()}

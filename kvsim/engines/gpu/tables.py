@@ -56,6 +56,7 @@ class Tables:
             column["budget"][p], column["n_sink"][p], column["n_recent"][p] = plan.budgets, plan.n_sink, plan.n_recent
             column["reset"][p], column["window"][p], column["pool"][p] = plan.reset, plan.window, plan.pool
             column["rescue"][p] = 0 if plan.rescue is None else plan.rescue
+            column["local"][p] = 0 if plan.admission is None else plan.admission.window
         column["plan"][:] = np.arange(len(plans))[:, None]
         column["element"][:] = [
             (layers.start or 0) * per_layer + (head.start or 0)
@@ -72,12 +73,17 @@ class Tables:
             "queries": _packed(column["queries"], [_queries(plan, variant) for plan in plans]),
             "weight": _packed(column["weight"], [_weight(plan, variant) for plan in plans]),
             "ring": _packed(column["ring"], [_ring(plan, variant, positions) for plan in plans]),
+            "admitted": _admitted(plans),
+            "targets": _targets(plans),
             "programs": table,
         }
         uploaded = {name: torch.from_numpy(np.ascontiguousarray(array)).to(device()) for name, array in given.items()}
         state = _state(plans, variant, programs, positions, shape, shadow)
         state["ring"] = uploaded.pop("ring")
-        return cls(shape, uploaded, state, _answers(programs, steps, positions, shadow))
+        answers = _answers(programs, steps, positions, shadow)
+        if variant.admitted:
+            _resolve_prompt(plans, state, answers["evicted_at"])
+        return cls(shape, uploaded, state, answers)
 
 
 def bytes_of(trace: Trace, plan: Plan, variant: Variant, *, shadow: bool) -> int:
@@ -85,7 +91,8 @@ def bytes_of(trace: Trace, plan: Plan, variant: Variant, *, shadow: bool) -> int
     positions, steps, groups = trace.num_positions, trace.num_steps, plan.groups.count
     # pos, m, keys, evicted_at, and sets of one byte that are compared with raw ones.
     each = 32 + 8 * variant.layerwise + 8 * plan.window * variant.windowed + 9 * variant.rescued
-    total = groups * (positions * (each + shadow * steps) + 32 * steps)
+    each += variant.admitted
+    total = groups * (positions * (each + shadow * steps) + (32 + 4 * variant.targeted) * steps)
     for array in (plan.score.values, plan.score.queries, plan.score.weight):
         total += 0 if array is None else 8 * array.size
     return total
@@ -166,6 +173,35 @@ def _ring(plan: Plan, variant: Variant, positions: int) -> FloatArray | None:
     if plan.ring is not None:
         ring[:, :, : plan.ring.shape[2]] = plan.ring
     return ring
+
+
+def _admitted(plans: Sequence[Plan]) -> npt.NDArray[np.uint8]:
+    """Say which positions stay when they leave the local window, [N, L]."""
+    given = [plan.admission.admitted for plan in plans if plan.admission is not None]
+    return np.concatenate(given).view(np.uint8) if given else np.zeros(0, np.uint8)
+
+
+def _targets(plans: Sequence[Plan]) -> npt.NDArray[np.int32]:
+    """Say how many positions stay after each step, [N, T + 1]."""
+    given = [plan.targets for plan in plans if plan.targets is not None]
+    return np.concatenate(given).astype(np.int32) if given else np.zeros(0, np.int32)
+
+
+def _resolve_prompt(plans: Sequence[Plan], state: dict[str, Any], evicted_at: Any) -> None:
+    """Leave out the prompt's positions that left the local window while it was read, and were not admitted."""
+    program = 0
+    for plan in plans:
+        assert plan.admission is not None
+        prompt = plan.m0.shape[1]
+        outside = max(0, plan.admission.leaving(prompt, 0))
+        for admitted in plan.admission.admitted:
+            stays = torch.from_numpy(np.r_[admitted[:outside], np.ones(prompt - outside, np.bool_)]).to(device())
+            kept = stays.nonzero().flatten()
+            state["pos"][program, : kept.numel()] = kept.int()
+            state["m"][program, : kept.numel()] = state["m"][program, kept]
+            state["sizes"][program, 0] = kept.numel()
+            evicted_at[program, :prompt][~stays] = 0
+            program += 1
 
 
 def _state(

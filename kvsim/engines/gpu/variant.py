@@ -22,8 +22,8 @@ class Variant:
         Kind of the score source.
     weighted, highest, entropy, pivotal, signed : bool
         What else the score source asks for.
-    windowed, rescued : bool
-        Whether plans have a window, or rescue positions.
+    windowed, rescued, admitted, targeted : bool
+        Whether plans have a window of scores, rescue positions, have a local window, or say how many stay.
     sorted : bool
         Whether positions must be held in ascending order after the first step: ranks are pooled over neighbours.
     dim : int
@@ -39,6 +39,8 @@ class Variant:
     signed: bool
     windowed: bool
     rescued: bool
+    admitted: bool
+    targeted: bool
     sorted: bool
     dim: int
 
@@ -58,6 +60,8 @@ class Variant:
             signed=scores and score.signed,
             windowed=scores and plan.window > 0,
             rescued=plan.rescue is not None,
+            admitted=plan.admission is not None,
+            targeted=plan.targets is not None,
             sorted=plan.pool > 1 and bool(plan.evicts[2:].any()),
             dim=score.values.shape[-1] if kind > KINDS["static"] and score.values is not None else 1,
         )
@@ -78,6 +82,8 @@ def largest_visible(plan: Plan) -> int:
     """Give the most positions that a group can see from step 2 on."""
     steps: int = plan.scored.size
     positions = int(plan.m0.shape[1]) + steps
+    if plan.targets is not None:
+        return int(min(positions, plan.targets[:, 1:].max() + 1))
     budget = int(plan.budgets.max())
     if plan.evicts[1:].all():
         return min(positions, budget + 1)
