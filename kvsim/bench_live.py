@@ -7,6 +7,7 @@ is ``kvsim bench live`` without the command line's dependencies, for a bare GPU 
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import shutil
@@ -23,7 +24,8 @@ import torch
 from kvsim.bench_live_checks import found_in_step, same_answers
 from kvsim.bench_live_models import SHAPES, build, copy_bandwidth, loop_ms, milliseconds, random_prompt, read_bytes
 from kvsim.budget import Budget
-from kvsim.errors import KvsimError
+from kvsim.errors import KvsimError, unknown_name
+from kvsim.live.fast.backends import ATTENTIONS
 from kvsim.live.fast.decode import check_machine
 from kvsim.live.fast.session import Session
 from kvsim.policy import parse
@@ -50,6 +52,7 @@ def bench_live(
     models: Sequence[str] = tuple(SHAPES),
     contexts: Sequence[int] = CONTEXTS,
     settings: Sequence[str] = tuple(SETTINGS),
+    attentions: Sequence[str] = ("triton",),
     replays: int = 40,
     seconds: float = 330.0,
     device: str = "cuda",
@@ -63,6 +66,8 @@ def bench_live(
     ----------
     models, contexts, settings : sequence
         Names in `SHAPES`, tokens of the prompt, names in `SETTINGS`.
+    attentions : sequence of str
+        Who computes the attention's output, each in a row of its own; names in `kvsim.live.fast.backends.ATTENTIONS`.
     replays : int
         Steps timed in each setting, at least 30 for a median that counts; each is one replay of a CUDA graph.
     seconds : float
@@ -90,6 +95,9 @@ def bench_live(
     KvsimError
         If there is no GPU, or no triton.
     """
+    for attention in attentions:
+        if attention not in ATTENTIONS:
+            raise unknown_name("attention", attention, ATTENTIONS)
     check_machine(torch.device(device))
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise KvsimError("kvsim bench live needs a CUDA GPU, and PyTorch finds none here")
@@ -110,19 +118,23 @@ def bench_live(
             say(_line(report["rows"][-1]))
             continue
         if check and device.startswith("cuda"):
-            looked = report["steps"][name] = _tried(_look, made["model"])
-            say(f"{name}, in a step: {looked}")
-            report["wrong"] += [f"{name}: {word} inside a step" for word in looked.get("wrong", [])]
-            if not looked.get("ours"):
-                report["wrong"].append(f"{name}: our attention was not seen in a profiled step")
+            for attention in attentions:
+                looked = _tried(_look, made["model"], attention)
+                label = name if attention == "triton" else f"{name}, {attention}"
+                report["steps"][label] = looked
+                say(f"{label}, in a step: {looked}")
+                report["wrong"] += [f"{label}: {word} inside a step" for word in looked.get("wrong", [])]
+                if attention == "triton" and not looked.get("ours"):
+                    report["wrong"].append(f"{name}: our attention was not seen in a profiled step")
         for length in contexts:
             loops: dict[tuple[int, bool], float] = {}
-            for setting in settings:
-                row: dict[str, Any] = {"model": name, "context": length, "setting": setting}
+            for setting, attention in itertools.product(settings, attentions):
+                row: dict[str, Any] = {"model": name, "context": length, "setting": setting, "attention": attention}
                 if time.monotonic() - start > seconds:
                     row["error"] = f"not started: {seconds:g} seconds are over"
                 else:
-                    row |= _tried(_measure, made["model"], length, setting, replays, report["copy_tb_s"], loops)
+                    given = made["model"], length, setting, attention, replays, report["copy_tb_s"], loops
+                    row |= _tried(_measure, *given)
                 report["rows"].append(row)
                 say(_line(row))
         made.clear()
@@ -133,13 +145,19 @@ def bench_live(
 
 
 def _measure(
-    model: Any, length: int, setting: str, replays: int, tb_s: float, loops: dict[tuple[int, bool], float]
+    model: Any,
+    length: int,
+    setting: str,
+    attention: str,
+    replays: int,
+    tb_s: float,
+    loops: dict[tuple[int, bool], float],
 ) -> dict[str, Any]:
     """Time one setting; the prompt is made and let go here."""
     policy = parse(SETTINGS[setting]).with_budget(Budget.parse("10%"))
     device = str(model.lm_head.weight.device)
     prompt = random_prompt(model, length)
-    session = Session(model, [prompt], [policy], steps=WARM + replays)
+    session = Session(model, [prompt], [policy], steps=WARM + replays, attention=attention)
     row: dict[str, Any] = {"policy": str(policy)}
     with session.attached():
         session.tokens.fill_(5)
@@ -175,7 +193,7 @@ def _measure(
 
 def goals(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Give what the goals speak of, at the longest context of the first model: each a number, and whether it is met."""
-    done = [row for row in rows if "ms" in row]
+    done = [row for row in rows if "ms" in row and row.get("attention", "triton") == "triton"]
     if not done:
         return {}
     longest = max(row["context"] for row in done if row["model"] == done[0]["model"])
@@ -191,8 +209,9 @@ def goals(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _look(model: Any) -> dict[str, Any]:
-    return found_in_step(model, str(parse("ema:0.8/refresh=4").with_budget(Budget(256))), length=2048)
+def _look(model: Any, attention: str) -> dict[str, Any]:
+    policy = str(parse("ema:0.8/refresh=4").with_budget(Budget(256)))
+    return found_in_step(model, policy, length=2048, attention=attention)
 
 
 def _wrong_answers(answers: dict[str, Any]) -> list[str]:
@@ -254,11 +273,11 @@ def _driver() -> str:
     return asked.stdout.strip().partition("\n")[0] or "unknown"
 
 
-HEADER = "model         context setting           visible      ms  floor  of it   loop     x"
+HEADER = "model         context setting           attention  visible      ms  floor  of it   loop     x"
 
 
 def _line(row: dict[str, Any]) -> str:
-    head = f"{row['model']:13} {row.get('context', ''):>7} {row.get('setting', ''):17}"
+    head = f"{row['model']:13} {row.get('context', ''):>7} {row.get('setting', ''):17} {row.get('attention', ''):10}"
     if "error" in row:
         return f"{head} {row['error']}"
     return (
@@ -287,6 +306,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", action="append", choices=list(SHAPES), help="repeatable; all if not given")
     parser.add_argument("--context", action="append", type=int, help="repeatable; 16384, 32768 and 65536")
     parser.add_argument("--setting", action="append", choices=list(SETTINGS), help="repeatable; all if not given")
+    parser.add_argument("--attention", action="append", choices=ATTENTIONS, help="repeatable; triton if not given")
     parser.add_argument("--replays", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=330.0)
     given = parser.parse_args(words)
@@ -295,6 +315,7 @@ def main(words: Sequence[str] | None = None) -> int:
             models=given.model or tuple(SHAPES),
             contexts=given.context or CONTEXTS,
             settings=given.setting or tuple(SETTINGS),
+            attentions=given.attention or ("triton",),
             replays=given.replays,
             seconds=given.seconds,
             device=given.device,

@@ -21,7 +21,8 @@ SMALL: dict[str, dict[str, Any]] = {
     for kind in ("llama", "qwen2")
 }  # fmt: skip
 RULES = ("ema:0.8", "ema:0.8/group=layer/refresh=3", "ema:0.8/group=head/refresh=first", "h2o", "ema:0.8/score=vnorm")
-BANNED = ("scaled_dot_product", "flash_attn", "flash_fwd", "fmha", "efficient_attention", "DtoH", "Device -> Host")
+OTHERS = ("scaled_dot_product", "flash_attn", "flash_fwd", "fmha", "efficient_attention")
+COPIES = ("DtoH", "Device -> Host")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item", "_local_scalar_dense")
 MARK = "kvsim step"
 WARM = 10
@@ -73,18 +74,24 @@ def _fast(model: Any, prefix: Any, policy: str, forced: list[int], *, fused: boo
     return {"evicted_at": run.evicted_at, "near_ties": run.near_ties, "logits": run.logits}
 
 
-def found_in_step(model: Any, policy: str, *, length: int, steps: int = 4) -> dict[str, Any]:
+def found_in_step(model: Any, policy: str, *, length: int, steps: int = 4, attention: str = "triton") -> dict[str, Any]:
     """Profile steps, once operator by operator and once as CUDA graphs, and name what must not be in them.
+
+    Other libraries' attention must not be in steps whose attention is ours, waits and copies to the host in none.
 
     Returns
     -------
     dict
-        ``wrong``: names of attention of PyTorch's, waits and copies to the host. ``kernels``: launches a step.
+        ``wrong``: names of others' attention, waits and copies to the host. ``kernels``: launches a step.
         ``ours``: whether our attention was seen.
     """
     wrong, ours, kernels = set[str](), False, 0
+    banned = (*OTHERS, *COPIES) if attention == "triton" else COPIES
     for graphs in (False, True):
-        session = Session(model, [random_prompt(model, length)], [parse(policy)], steps=steps + WARM, graphs=graphs)
+        session = Session(
+            model, [random_prompt(model, length)], [parse(policy)], steps=steps + WARM, graphs=graphs,
+            attention=attention,
+        )  # fmt: skip
         with session.attached():
             for _ in range(WARM):
                 session.step()
@@ -99,7 +106,7 @@ def found_in_step(model: Any, policy: str, *, length: int, steps: int = 4) -> di
         marks = [(e.time_range.start, e.time_range.end) for e in events if e.name == MARK and _is_host(e)]
         for event in events:
             inside = any(start <= event.time_range.start <= end for start, end in marks)
-            if any(word in event.name for word in BANNED) or (inside and any(word in event.name for word in WAITS)):
+            if any(word in event.name for word in banned) or (inside and any(word in event.name for word in WAITS)):
                 wrong.add(event.name)
         on_device = [e.name for e in events if not _is_host(e) and e.name != MARK]
         ours = ours or any("_attend" in name for name in on_device)

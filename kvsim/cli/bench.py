@@ -269,6 +269,9 @@ def live(
     context: Annotated[
         list[int] | None, typer.Option(metavar="TOKENS", help="Prompt length; repeatable; 16384, 32768, 65536.")
     ] = None,
+    attention: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="triton, sdpa or flash_attn; repeatable; triton.")
+    ] = None,
     replays: Annotated[int, typer.Option(help="Steps timed in each setting.")] = 40,
     seconds: Annotated[float, typer.Option(help="No setting is started after this time.")] = 330.0,
     device: Annotated[str, typer.Option(help="A CUDA device.")] = "cuda",
@@ -293,6 +296,7 @@ def live(
     report = bench_live(
         models=model or tuple(SHAPES),
         contexts=context or CONTEXTS,
+        attentions=attention or ("triton",),
         replays=replays,
         seconds=seconds,
         device=device,

@@ -15,6 +15,7 @@ from kvsim.replay import choose_budget
 __all__ = ["live"]
 
 ENGINES = ("plain", "triton")
+ATTENTIONS = ("triton", "sdpa", "flash_attn")
 
 MEASURED = {
     "kept_mass": "kept\nmass",
@@ -41,6 +42,13 @@ def live(
     engine: Annotated[
         str, typer.Option(help="plain: the reference. triton: kernels on a CUDA GPU, evicted keys always removed.")
     ] = "plain",
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Attention of --engine triton: triton, sdpa or flash_attn. The others read keys twice to score them.",
+        ),
+    ] = None,
     dtype: Dtype = None,
     device: Device = None,
     as_json: AsJson = False,
@@ -59,6 +67,10 @@ def live(
         raise KvsimError(f"--steps must be at least 1, got {steps}")
     if engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
+    if attention is not None and engine != "triton":
+        raise KvsimError("--attention is a choice of --engine triton")
+    if attention is not None and attention not in ATTENTIONS:
+        raise unknown_name("attention", attention, ATTENTIONS)
     physical = physical or engine == "triton"
     policies = [parse(text) for text in policy]
     chosen = choose_budget(compression_ratio, budget)
@@ -96,6 +108,7 @@ def live(
                 stop=_stops(network, tokenizer),
                 progress=advance,
                 engine=engine,
+                attention=attention,
             )
     rows: list[dict[str, Any]] = []
     for run in runs:
@@ -117,6 +130,7 @@ def live(
                 "loop": "live",
             }
             | ({} if run.allocated_bytes is None else {"allocated_bytes": list(run.allocated_bytes)})
+            | ({} if run.attention is None else {"attention": run.attention})
         )
     if as_json:
         print_json({"prompt_length": prefixes[0].length, "results": rows})
@@ -145,6 +159,7 @@ def live(
             say(f"{one}: {before} MB allocated before the first step, {after} MB after it; {run.near_ties} near-ties")
     kind = "evicted keys removed" if physical else "evicted keys masked"
     way = "live" if engine == "plain" else f"live, engine {engine}"
+    way += "" if attention is None else f", attention {attention}"
     say(f"{way}; prompt {prefixes[0].length} tokens; {kind}; {budget_note(chosen)}")
 
 

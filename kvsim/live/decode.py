@@ -55,6 +55,8 @@ class LiveRun:
     allocated_bytes : (int, int) or None
         Of the engine ``triton``: bytes that PyTorch had allocated on the GPU before the first step and after it, model
         and prompts included; on a CPU those of the cache alone.
+    attention : str or None
+        Of the engine ``triton``: who computed the attention's output.
     """
 
     policy: str
@@ -69,6 +71,7 @@ class LiveRun:
     sequence: Sequence
     engine: str = "plain"
     allocated_bytes: tuple[int, int] | None = None
+    attention: str | None = None
 
     def result(self) -> Result:
         """Measure the run as a replay is measured (kept mass, churn, …); not after physical removal."""
@@ -92,6 +95,7 @@ def decode(
     on_logits: Callable[[int, int, torch.Tensor], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
     engine: str = "plain",
+    attention: str | None = None,
 ) -> list[LiveRun]:
     """Decode a batch of prompts, each under its own policy, one token at a time.
 
@@ -125,6 +129,9 @@ def decode(
     engine : {"plain", "triton"}
         ``triton`` runs one policy for all rows (they may differ in budget) in kernels on a CUDA GPU, a CUDA graph a
         step, and always removes what is evicted; see `kvsim.live.fast`. It refuses policies that it does not know.
+    attention : {"triton", "sdpa", "flash_attn"}, optional
+        Who computes a step's output with engine ``triton``: its own kernel by default, PyTorch's SDPA, or flash-attn-4.
+        The latter two give no scores: scored steps read the keys a second time, in a kernel of our own.
 
     Returns
     -------
@@ -139,6 +146,8 @@ def decode(
     """
     if engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
+    if attention is not None and engine != "triton":
+        raise KvsimError(f"attention {attention!r} is a choice of engine 'triton'; engine {engine!r} has one attention")
     if isinstance(policies, Policy | str):
         policies = [policies] * len(prefixes)
     for prefix in prefixes:
@@ -161,7 +170,7 @@ def decode(
         given = [(parse(one) if isinstance(one, str) else one).with_budget(chosen) for one in policies]
         return decode_fast(
             model, prefixes, given, steps=steps, forced=forced, temperature=temperature, seed=seed, stop=stop,
-            keep_logits=keep_logits, progress=progress,
+            keep_logits=keep_logits, progress=progress, attention=attention or "triton",
         )  # fmt: skip
     cache = KVSimCache(
         list(policies), steps=steps, compression_ratio=compression_ratio, budget=budget, physical=physical

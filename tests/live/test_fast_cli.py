@@ -47,11 +47,11 @@ def test_both_engines_print_the_same_text(live):
         for engine in ("plain", "triton")
     }
     for plain, fast in zip(*ways.values(), strict=True):
-        assert fast["engine"] == "triton"
+        assert (fast["engine"], fast["attention"]) == ("triton", "triton")
         assert fast["physical"]
         same = ("policy", "text", "tokens", "steps", "evictions", "logical_bytes", "full_bytes", "loop")
         assert {name: fast[name] for name in same} == {name: plain[name] for name in same}
-        assert "allocated_bytes" not in plain
+        assert not {"allocated_bytes", "attention"} & set(plain)
     before, after = ways["triton"][0]["allocated_bytes"]
     assert before > after
 
@@ -62,10 +62,20 @@ def test_the_table_says_what_was_allocated(live):
         assert word in output, output
 
 
+def test_another_attention_is_named(live):
+    output = run(*live, "--engine", "triton", "--attention", "sdpa").stdout
+    assert "live, engine triton, attention sdpa; prompt" in output
+    words = *live, "--engine", "triton", "--attention", "sdpa", "--json"
+    assert json.loads(run(*words).stdout)["results"][0]["attention"] == "sdpa"
+    assert "choice of --engine triton" in run(*live, "--attention", "sdpa", code=2).stderr
+    assert "unknown attention 'x'" in run(*live, "--engine", "triton", "--attention", "x", code=2).stderr
+
+
 def test_what_cannot_run_is_an_error_of_one_line(live, monkeypatch):
     assert "unknown engine 'cuda'" in run(*live, "--engine", "cuda", code=2).stderr
     error = run(*live, "--engine", "triton", "--policy", "keydiff", code=2).stderr
     assert "keydiff/budget=5: the fast form does not run scores of keys; the plain engine can" in error
+    assert "unknown attention 'x'" in run("bench", "live", "--attention", "x", code=2).stderr
     assert "unknown model 'llama'" in run("bench", "live", "--model", "llama", code=2).stderr
     if fc.DEVICE == "cpu":
         assert "needs a CUDA GPU" in run("bench", "live", code=2).stderr
@@ -116,6 +126,17 @@ def test_a_report_says_what_was_measured_beside_what_must_be_read(small_bench):
     text = "\n".join(bench.lines(report))
     for word in ("score every step", "full cache", "TB/s", "NOT met", "transformers: "):
         assert word in text
+
+
+def test_attentions_stand_beside_each_other(small_bench):
+    report = small_bench(settings=["score every step"], attentions=["triton", "sdpa", "flash_attn"])
+    assert [row["attention"] for row in report["rows"]] == ["triton", "sdpa", "flash_attn"]
+    ours, sdpa, flash = report["rows"]
+    assert ours["visible"] == sdpa["visible"]
+    # One loop for both.
+    assert ours["loop_ms"] == sdpa["loop_ms"]
+    assert "attention 'flash_attn'" in flash["error"]
+    assert report["goals"]["of_floor"]["value"] == ours["of_floor"]
 
 
 def test_a_setting_that_fails_or_has_no_time_left_is_reported_and_the_rest_goes_on(small_bench, monkeypatch):

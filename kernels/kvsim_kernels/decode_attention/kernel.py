@@ -7,7 +7,7 @@ import triton.language as tl
 from kvsim_kernels.decode_attention.reference import Attended, check
 from kvsim_kernels.launch import split_count
 
-__all__ = ["capped", "decode_attention"]
+__all__ = ["capped", "decode_attention", "decode_logits"]
 
 _TILE_BYTES = 16384
 _SPLIT_STEP = 16
@@ -69,7 +69,6 @@ def _attend(
     query += batch * stride_query_batch + (head * GROUP + row[:, None]) * stride_query_head + dim[None, :]
     q = tl.load(query, mask=is_row[:, None] & is_dim[None, :], other=0.0)
     keys += batch * stride_key_batch + head * stride_key_head + dim[:, None]
-    values += batch * stride_value_batch + head * stride_value_head + dim[None, :]
     if logits is not None:
         logits += (pair.to(tl.int64) * GROUP + row[:, None]) * slots
     if positions is not None:
@@ -78,7 +77,10 @@ def _attend(
         oldest = tl.load(query_positions + batch).to(tl.int32) - window + 1
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    output = tl.zeros([ROWS, WIDTH], tl.float32)
+    # Without values only logits and their sums are wanted.
+    if values is not None:
+        values += batch * stride_value_batch + head * stride_value_head + dim[None, :]
+        output = tl.zeros([ROWS, WIDTH], tl.float32)
     for first in tl.range(start, end, BLOCK):
         slot = first + tl.arange(0, BLOCK)
         inside = slot < end
@@ -101,13 +103,14 @@ def _attend(
         p = tl.exp(a - base[:, None])
         fade = tl.exp(top - base)
         total = total * fade + tl.sum(p, 1)
-        v = tl.load(values + slot[:, None] * stride_value_slot, mask=seen[:, None] & is_dim[None, :], other=0.0)
-        output = tl.dot(p.to(v.dtype), v, output * fade[:, None], input_precision="ieee")
+        if values is not None:
+            v = tl.load(values + slot[:, None] * stride_value_slot, mask=seen[:, None] & is_dim[None, :], other=0.0)
+            output = tl.dot(p.to(v.dtype), v, output * fade[:, None], input_precision="ieee")
         top = higher
     part = (pair.to(tl.int64) * SPLITS + split) * GROUP + row
     tl.store(part_max + part, top, mask=is_row)
     tl.store(part_sum + part, total, mask=is_row)
-    if start < end:
+    if values is not None and start < end:
         tl.store(part_output + part[:, None] * DIM + dim[None, :], output, mask=is_row[:, None] & is_dim[None, :])
 
 
@@ -132,9 +135,6 @@ def _combine(
     top = tl.load(part_max + part, mask=split < SPLITS, other=float("-inf"))
     filled = top > float("-inf")
     sums = tl.load(part_sum + part, mask=filled, other=0.0)
-    parts = tl.load(
-        part_output + part[:, None] * DIM + dim[None, :], mask=filled[:, None] & (dim < DIM)[None, :], other=0.0
-    )
     highest = tl.max(top, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     weight = tl.exp(top - base)
@@ -142,14 +142,18 @@ def _combine(
     if lse is not None:
         # Every piece of a head writes the same number.
         tl.store(lse + query, tl.where(total > 0, base + tl.log(tl.maximum(total, 1e-38)), float("-inf")))
-    found = tl.sum(parts * weight[:, None], 0)
-    if sinks is not None:
-        sink = tl.load(sinks + query % HEADS).to(tl.float32)
-        level = tl.maximum(base, sink)
-        found *= tl.exp(base - level)
-        total = total * tl.exp(base - level) + tl.exp(sink - level)
-    found = found / tl.where(total > 0, total, 1.0)
-    tl.store(output + query * DIM + dim, found.to(output.dtype.element_ty), mask=dim < DIM)
+    if output is not None:
+        parts = tl.load(
+            part_output + part[:, None] * DIM + dim[None, :], mask=filled[:, None] & (dim < DIM)[None, :], other=0.0
+        )
+        found = tl.sum(parts * weight[:, None], 0)
+        if sinks is not None:
+            sink = tl.load(sinks + query % HEADS).to(tl.float32)
+            level = tl.maximum(base, sink)
+            found *= tl.exp(base - level)
+            total = total * tl.exp(base - level) + tl.exp(sink - level)
+        found = found / tl.where(total > 0, total, 1.0)
+        tl.store(output + query * DIM + dim, found.to(output.dtype.element_ty), mask=dim < DIM)
 
 
 def decode_attention(
@@ -194,21 +198,91 @@ def decode_attention(
     ValueError
         If shapes or types do not fit.
     """
-    group = check(query, keys, values, positions, query_positions, window)
     if query.dtype != keys.dtype or keys.dtype != values.dtype:
         raise ValueError(f"query, keys and values must share a type, got {query.dtype}, {keys.dtype}, {values.dtype}")
-    if query.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1:
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if with_logits:
+        logits, lse = _allocated(query, keys, logits, lse)
+    _launch(
+        query, keys, values, lengths, scaling, softcap, sink_logits, positions, query_positions, window, out,
+        logits if with_logits else None, lse if with_logits else None, splits,
+    )  # fmt: skip
+    return Attended(out, logits if with_logits else None, lse if with_logits else None)
+
+
+def decode_logits(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    positions: torch.Tensor | None = None,
+    logits: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give what `decode_attention` gives beside its output, without reading values: for attention computed elsewhere.
+
+    Parameters
+    ----------
+    query, keys, lengths, scaling, softcap, positions, logits, lse, splits
+        As for `decode_attention`.
+
+    Returns
+    -------
+    logits : Tensor [batch, H, slots] float32
+    lse : Tensor [batch, H] float32
+
+    Raises
+    ------
+    ValueError
+        If shapes or types do not fit.
+    """
+    if query.dtype != keys.dtype:
+        raise ValueError(f"query and keys must share a type, got {query.dtype} and {keys.dtype}")
+    logits, lse = _allocated(query, keys, logits, lse)
+    _launch(query, keys, None, lengths, scaling, softcap, None, positions, None, None, None, logits, lse, splits)
+    return logits, lse
+
+
+def _allocated(
+    query: torch.Tensor, keys: torch.Tensor, logits: torch.Tensor | None, lse: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    single = {"dtype": torch.float32, "device": query.device}
+    batch, heads, _ = query.shape
+    return (
+        torch.empty(batch, heads, keys.shape[2], **single) if logits is None else logits,
+        torch.empty(batch, heads, **single) if lse is None else lse,
+    )
+
+
+def _launch(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor | None,
+    lengths: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sink_logits: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    query_positions: torch.Tensor | None,
+    window: int | None,
+    out: torch.Tensor | None,
+    logits: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    splits: int | None,
+) -> None:
+    read = keys if values is None else values
+    group = check(query, keys, read, positions, query_positions, window)
+    if query.stride(-1) != 1 or keys.stride(-1) != 1 or read.stride(-1) != 1:
         raise ValueError("the last dimension of query, keys and values must be contiguous")
     batch, heads, dim = query.shape
     kv_heads, slots = keys.shape[1:3]
     splits = split_count(batch * kv_heads, slots, query.device) if splits is None else splits
     single = {"dtype": torch.float32, "device": query.device}
-    if out is None:
-        out = torch.empty(batch, heads, dim, dtype=query.dtype, device=query.device)
-    if with_logits:
-        logits = torch.empty(batch, heads, slots, **single) if logits is None else logits
-        lse = torch.empty(batch, heads, **single) if lse is None else lse
-    part_output = torch.empty(batch * kv_heads, splits, group, dim, **single)
+    part_output = None if out is None else torch.empty(batch * kv_heads, splits, group, dim, **single)
     part_max, part_sum = torch.empty(2, batch * kv_heads, splits, group, **single)
     width = max(16, triton.next_power_of_2(dim))
     block = min(128, max(16, _TILE_BYTES // (width * query.element_size())))
@@ -224,7 +298,7 @@ def decode_attention(
         lengths,
         positions,
         query_positions if window is not None else None,
-        logits if with_logits else None,
+        logits,
         part_output,
         part_max,
         part_sum,
@@ -233,7 +307,7 @@ def decode_attention(
         window,
         *query.stride()[:2],
         *keys.stride()[:3],
-        *values.stride()[:3],
+        *read.stride()[:3],
         *spread,
         slots,
         KV_HEADS=kv_heads,
@@ -248,13 +322,13 @@ def decode_attention(
         num_stages=3,
     )
     piece = min(64, width)
-    _combine[(batch * heads, triton.cdiv(dim, piece))](
+    _combine[(batch * heads, 1 if out is None else triton.cdiv(dim, piece))](
         part_output,
         part_max,
         part_sum,
         sink_logits,
         out,
-        lse if with_logits else None,
+        lse,
         HEADS=heads,
         GROUP=group,
         DIM=dim,
@@ -263,4 +337,3 @@ def decode_attention(
         SPLITS_2=triton.next_power_of_2(splits),
         num_warps=4,
     )
-    return Attended(out, logits if with_logits else None, lse if with_logits else None)

@@ -35,6 +35,7 @@ def decode_fast(
     fused: bool | None = None,
     graphs: bool | None = None,
     pool_pages: int | None = None,
+    attention: str = "triton",
 ) -> "list[LiveRun]":
     """Decode a batch of prompts under one policy, evicted keys removed; see `kvsim.live.decode`.
 
@@ -56,6 +57,8 @@ def decode_fast(
         See `kvsim.live.fast.session.Session`.
     pool_pages : int, optional
         Pages of the dual cache's pool; by default as many as these steps can need.
+    attention : {"triton", "sdpa", "flash_attn"}
+        Who computes the output; see `kvsim.live.fast.backends.attention_backend`.
 
     Raises
     ------
@@ -72,11 +75,15 @@ def decode_fast(
         if any(policy.expand().admit is not None for policy in policies):
             from kvsim.live.dual.session import DualSession
 
+            if attention != "triton":
+                raise KvsimError(f"attention {attention!r} does not read the dual cache's pages; use 'triton'")
             session = DualSession(
                 model, prefixes, policies, steps=steps, forced=forced, fused=fused, graphs=graphs, pool_pages=pool_pages
             )
         else:
-            session = Session(model, prefixes, policies, steps=steps, forced=forced, fused=fused, graphs=graphs)
+            session = Session(
+                model, prefixes, policies, steps=steps, forced=forced, fused=fused, graphs=graphs, attention=attention
+            )
         with session.attached():
             return _run(
                 session, [prefix.logits for prefix in prefixes],
@@ -185,5 +192,6 @@ def _finished(
         near_ties=sequence.near_ties,
         sequence=sequence,
         engine="triton",
+        attention=session.attention,
         allocated_bytes=allocated,
     )

@@ -107,6 +107,12 @@ class Ranks:
         """Whether the first step drops more than one position of some sequence."""
         return any(prompt + 1 > most for prompt, most in zip(self.prompts, self.most, strict=True))
 
+    @property
+    def constant(self) -> int | None:
+        """Slots that all queries see once the first step has cut: None where rows differ or still fill up."""
+        full = all(prompt + 2 >= most for prompt, most in zip(self.prompts, self.most, strict=True))
+        return self.most[0] if full and len(set(self.most)) == 1 else None
+
     def of_layer(self, layer: int) -> slice:
         """Give the rows of an eligible layer, counted among those."""
         return slice(layer * self.batch, (layer + 1) * self.batch) if self.by_layer else slice(None)

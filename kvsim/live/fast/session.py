@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from kvsim_kernels.decode_attention.kernel import decode_attention
+from kvsim_kernels.decode_attention.kernel import decode_attention, decode_logits
 
 from kvsim.errors import KvsimError
+from kvsim.live.fast.backends import attention_backend
 from kvsim.live.fast.fused import FusedForward, why_not_fused
 from kvsim.live.fast.generic import GenericForward
 from kvsim.live.fast.ranks import Ranks
@@ -45,6 +46,8 @@ class Session:
         Whether to run our own sequence of kernels instead of the model's modules; where it can be, by default.
     graphs : bool, optional
         Whether to capture steps in CUDA graphs; on a GPU, by default.
+    attention : {"triton", "sdpa", "flash_attn"}
+        Who computes the output; see `kvsim.live.fast.backends.attention_backend`.
 
     Attributes
     ----------
@@ -60,6 +63,7 @@ class Session:
         Steps taken.
     read_back : int
         Steps after which tokens, and what went wrong on the device, are looked at.
+    attention : str
 
     Raises
     ------
@@ -77,6 +81,7 @@ class Session:
         forced: Items[int] | None = None,
         fused: bool | None = None,
         graphs: bool | None = None,
+        attention: str = "triton",
     ) -> None:
         self.read_back = READ_BACK
         self.rule, self.sequences = draw_up(policies, prefixes, steps)
@@ -96,6 +101,7 @@ class Session:
         self.ranks: Ranks | None = None
         self._scored = False
         self.layers = self._seat(prefixes)
+        self.attention, self._backend = attention, attention_backend(attention, self.layers)
         self.forward: FusedForward | GenericForward
         if self.fused:
             self.forward = FusedForward(
@@ -204,6 +210,7 @@ class Session:
         for layer in self.layers:
             if layer.ordinal is not None:
                 layer.shrink(slots[self.ranks.of_layer(layer.ordinal)], self.ranks.slots)
+                layer.constant = self.ranks.constant
         self._use()
         self._advance()
 
@@ -260,6 +267,14 @@ class Session:
             assert self.ranks.lse is not None
             logits, lse = self.ranks.logits[own.ordinal], self.ranks.lse[own.ordinal]
         info = own.info.info
+        if self._backend is not None:
+            if logits is not None:
+                decode_logits(
+                    query, own.keys, own.lengths, scaling=info.scaling, softcap=info.softcap, positions=own.positions,
+                    logits=logits, lse=lse,
+                )  # fmt: skip
+            found = self._backend(own, query)
+            return found if out is None else out.copy_(found)
         return decode_attention(
             query, own.keys, own.values, own.lengths,
             scaling=info.scaling, softcap=info.softcap, sink_logits=own.info.sink_logits, positions=own.positions,

@@ -110,6 +110,8 @@ class Slots:
         Below 0 for a slot that stays empty; needed where heads hold unequal numbers.
     ordinal : int or None
         Which of the eligible layers, where positions leave.
+    constant : int or None
+        What `lengths` are from now on, in every row; None where they change.
     """
 
     info: PrefixLayer
@@ -119,6 +121,7 @@ class Slots:
     new_slots: torch.Tensor
     positions: torch.Tensor | None = None
     ordinal: int | None = None
+    constant: int | None = None
 
     @property
     def nbytes(self) -> int:

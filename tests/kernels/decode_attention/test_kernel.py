@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, TYPES, error, ints, normal
 from kvsim_kernels.decode_attention import decode_attention as reference
-from kvsim_kernels.decode_attention.kernel import decode_attention
+from kvsim_kernels.decode_attention.kernel import decode_attention, decode_logits
 
 # kv_heads, group, dim, slots, splits
 SHAPES = [
@@ -151,3 +151,25 @@ def test_shapes_that_do_not_fit():
         decode_attention(query.half(), keys, values, ints(10))
     with pytest.raises(ValueError, match="contiguous"):
         decode_attention(query, keys.transpose(2, 3).contiguous().transpose(2, 3), values, ints(10))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"scaling": 0.3, "softcap": 5.0}, {"positions": True}], ids=str)
+def test_logits_alone_are_those_beside_the_output(options, dtype):
+    """Values are not read: none are given."""
+    query, keys, values = inputs(2, 3, 64, 70, dtype, batch=2)
+    options = dict(options)
+    if options.pop("positions", False):
+        options["positions"] = torch.where(torch.arange(70, device=DEVICE) % 5 == 3, -1, 1).int().view(1, 1, 70)
+    lengths = ints(70, 33)
+    beside = decode_attention(query, keys, values, lengths, with_logits=True, splits=3, **options)
+    given = torch.full((2, 6, 70), torch.nan, device=DEVICE), torch.full((2, 6), torch.nan, device=DEVICE)
+    logits, lse = decode_logits(query, keys, lengths, splits=3, logits=given[0], lse=given[1], **options)
+    assert logits is given[0]
+    assert lse is given[1]
+    for row, length in enumerate((70, 33)):
+        assert torch.equal(logits[row, :, :length], beside.logits[row, :, :length])
+    assert torch.equal(lse, beside.lse)
+    assert torch.equal(decode_logits(query, keys, lengths, splits=3, **options)[1], lse)
+    with pytest.raises(ValueError, match="share a type"):
+        decode_logits(query.double(), keys, lengths)
