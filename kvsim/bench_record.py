@@ -7,78 +7,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
-from kvsim_traces import TraceError, TraceWriter, verify_trace
+from kvsim_traces import TraceError
 from kvsim_traces.bench import write_plain
-from kvsim_traces.decoding import Decoder
-from kvsim_traces.packing import StepLayout
-from kvsim_traces.recorder import Recording
-from kvsim_traces.request import checked
 
 from kvsim.bench import gpu_facts, machine
 from kvsim.bench_live_models import SHAPES, build
+from kvsim.bench_record_runs import PROFILED, SKIPPED, Run, figures, recorded, step_mb, unrecorded
 from kvsim.errors import KvsimError
 
 __all__ = ["GOALS", "bench_record", "table"]
 
 GOALS = {"qk": 1.1, "scores": 1.1, "heads": 1.5}
-"""A recorded step over an unrecorded one; for `heads`, or what the disk takes for its bytes where that is longer."""
-
-_SKIPPED = 2
-
-
-@dataclass
-class _Watch:
-    """What a run of a model took: a moment before each forward, and the GPU's peak memory of prefill and decoding."""
-
-    device: torch.device
-    moments: list[Any] = field(default_factory=list)
-    clock: list[float] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)
-
-    def __enter__(self) -> "_Watch":
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.peak()
-
-    def hook(self, *_: object) -> None:
-        """Before each forward."""
-        if len(self.moments) == 1:
-            self.peak()
-        self.clock.append(time.perf_counter())
-        self.moments.append(self.moment())
-
-    def moment(self) -> Any:
-        """Mark a moment of the GPU's time, or the CPU's."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def peak(self) -> None:
-        """Note the peak since the last one."""
-        if self.device.type == "cuda":
-            self.peaks.append(torch.cuda.max_memory_allocated())
-            torch.cuda.reset_peak_memory_stats()
-
-    def between(self) -> list[float]:
-        """Milliseconds from each forward to the next."""
-        if self.device.type != "cuda":
-            return [1e3 * (b - a) for a, b in zip(self.moments, self.moments[1:], strict=False)]
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in zip(self.moments, self.moments[1:], strict=False)]
+"""A recorded step over an unrecorded one, by the clock and in the GPU's own time. For `heads` the clock stops when all
+steps are on disk, and the goal is what the disk takes for their bytes, where that is longer."""
 
 
 def bench_record(
@@ -117,13 +63,18 @@ def bench_record(
     Returns
     -------
     dict
-        ``unrecorded`` and ``rows``, one for each capture: ``step_ms``, the median time from one step to the next on the
-        GPU; ``sustained_ms``, all steps but the first up to the closed trace, over their number; ``prefill_s``;
-        ``peak_mib`` of prefill and decoding, as PyTorch allocates. In ``rows`` also ``ratio`` and ``sustained_ratio``
-        to the unrecorded ``step_ms``, ``extra_mib``, the larger of both peaks' differences, ``mb_per_step``, and
-        ``goal_met``: ``ratio`` (``heads``: ``sustained_ratio``) is at most ``goal``. ``long`` has the same of the
-        longer prompt. ``disk_mb_s`` is the rate of plain files as large as a step of heads, each flushed.
-        `prompt_mass` and the last 64 queries are recorded, the check of step 1, which copies the cache, is not made.
+        ``rows``, one for each capture, measured beside unrecorded runs of its own: two of each, in the order one, the
+        other, the other, the one, after a run that compiles everything. A row has what
+        `kvsim.bench_record_runs.figures` gives, and so has its ``unrecorded``; ``ratio``, of the medians, and
+        ``ratio_range``, of the single runs' medians; ``sustained_ratio``; ``gpu_ms``, milliseconds a step in which the
+        GPU did anything (of profiled steps, not timed ones; also in ``unrecorded``), ``gpu_ratio``, and ``idle_share``,
+        the part of a step in which it did nothing but wait for the host. Where that is large, what recording adds may
+        hide in it, and ``gpu_ratio`` shows it. ``goal_met``: ``ratio`` (``heads``: ``sustained_ratio``) is at
+        most ``goal``, and ``gpu_ratio`` at most that of `GOALS`.
+        ``mb_per_step``; ``extra_mib``, the larger of both peaks' differences.
+        ``long`` has the memory and ``step_ms`` of the longer prompt, one run each. ``disk_mb_s`` is the rate of plain
+        files as large as a step of heads, each flushed. GPU figures are None on a CPU. `prompt_mass` and the last 64
+        queries are recorded, the check of step 1, which copies the cache, is not made.
 
     Raises
     ------
@@ -132,8 +83,8 @@ def bench_record(
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise KvsimError(f"kvsim bench record measures a CUDA GPU, and there is none (--device {device})")
-    if steps < _SKIPPED + 2:
-        raise KvsimError(f"steps: at least {_SKIPPED + 2} are measured, got {steps}")
+    if steps < SKIPPED + 2:
+        raise KvsimError(f"steps: at least {SKIPPED + 2} are measured, got {steps}")
     try:
         return _measured(
             Path(directory),
@@ -157,41 +108,57 @@ def _measured(
     long: tuple[int, int],
     progress: Callable[[int, int], None] | None,
 ) -> dict[str, Any]:
-    place = model.device
     (context, steps), (long_context, long_steps) = short, long
-    runs = 1 + len(captures) + (2 if long_context else 0)
+    profiled = model.device.type == "cuda"
+    runs = (1 + len(captures)) * profiled + 4 * len(captures) + (2 if long_context else 0)
     done = 0
 
-    def ran() -> None:
+    def ran(run: Run) -> Run:
         nonlocal done
         done += 1
         if progress is not None:
             progress(done, runs)
+        return run
 
     with tempfile.TemporaryDirectory(dir=directory, prefix="kvsim-bench-") as scratch:
         root = Path(scratch)
         disk = _disk_rate(root, model.config, context + steps)
         # Kernels are compiled before anything is timed.
-        for number, capture in enumerate(captures):
-            _recorded(model, place, min(context, 4096), _SKIPPED + 2, capture, root / f"warm{number}")
-        plain = _unrecorded(model, place, context, steps)
-        ran()
-        rows = []
+        unrecorded(model, min(context, 4096), SKIPPED + 2)
         for capture in captures:
-            row = _beside(_recorded(model, place, context, steps, capture, root / capture), plain)
+            recorded(model, min(context, 4096), SKIPPED + 2, capture, root / "warm")
+        looked: dict[str | None, float | None] = dict.fromkeys((None, *captures))
+        if profiled:
+            short_run = context, SKIPPED + PROFILED + 2
+            looked[None] = ran(unrecorded(model, *short_run, profiled=True)).gpu_ms
+            for capture in captures:
+                looked[capture] = ran(recorded(model, *short_run, capture, root / "profiled", profiled=True)).gpu_ms
+        rows = []
+        for number, capture in enumerate(captures):
+            found: dict[bool, list[Run]] = {False: [], True: []}
+            for is_recorded in _order(number):
+                if is_recorded:
+                    run = recorded(model, context, steps, capture, root / "run")
+                else:
+                    run = unrecorded(model, context, steps)
+                found[is_recorded].append(ran(run))
+            ours, plain = figures(found[True]), figures(found[False])
+            ours["mb_per_step"] = step_mb(model.config, capture, context + steps)
             limit = GOALS.get(capture, 1.5)
             if capture == "heads":
-                limit = max(limit, row["mb_per_step"] / disk * 1e3 / plain["step_ms"])
-            met = row["sustained_ratio" if capture == "heads" else "ratio"] <= limit
-            rows.append({"capture": capture, **row, "goal": round(limit, 3), "goal_met": met})
-            ran()
-        report = {"unrecorded": plain, "rows": rows, "disk_mb_s": round(disk, 1)}
+                limit = max(limit, ours["mb_per_step"] / disk * 1e3 / plain["sustained_ms"])
+            rows.append(_beside(capture, ours, plain, looked[capture], looked[None], limit))
+        report: dict[str, Any] = {"rows": rows, "disk_mb_s": round(disk, 1)}
         if long_context:
-            alone = _unrecorded(model, place, long_context, long_steps)
-            ran()
-            found = _recorded(model, place, long_context, long_steps, "scores", root / "long")
-            report["long"] = {"capture": "scores", "unrecorded": alone, **_beside(found, alone)}
-            ran()
+            alone = figures([ran(unrecorded(model, long_context, long_steps))])
+            own = figures([ran(recorded(model, long_context, long_steps, "scores", root / "long"))])
+            report["long"] = {
+                "capture": "scores",
+                "mb_per_step": step_mb(model.config, "scores", long_context + long_steps),
+                **{name: own[name] for name in ("step_ms", "steps_timed", "prefill_s", "peak_mib")},
+                "extra_mib": _extra(own, alone),
+                "unrecorded": {name: alone[name] for name in ("step_ms", "prefill_s", "peak_mib")},
+            }
     return {
         **report,
         "shape": {"context": context, "steps": steps, "long_context": long_context},
@@ -202,9 +169,10 @@ def _measured(
     }
 
 
-def _prompt(model: Any, context: int) -> list[int]:
-    vocabulary = model.config.vocab_size
-    return [int(token) for token in np.random.default_rng(0).integers(vocabulary, size=context)]
+def _order(number: int) -> tuple[bool, bool, bool, bool]:
+    """Give which runs of a capture are recorded; the next capture starts with the other kind."""
+    first = number % 2 == 1
+    return first, not first, not first, first
 
 
 def _disk_rate(root: Path, config: Any, positions: int) -> float:
@@ -220,107 +188,83 @@ def _disk_rate(root: Path, config: Any, positions: int) -> float:
     return float(statistics.median(rates))
 
 
-def _unrecorded(model: Any, device: torch.device, context: int, steps: int) -> dict[str, Any]:
-    """Prefill and decode greedily, as the recorder does, with nothing that looks on."""
-    watch, decoder, prompt = _Watch(device), Decoder(model), _prompt(model, context)
-    handle = model.register_forward_pre_hook(watch.hook)
-    try:
-        with torch.inference_mode(), watch:
-            logits = decoder.prefill(prompt)
-            for _ in range(steps):
-                logits = decoder.step(logits.argmax().view(1))
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            end = time.perf_counter()
-    finally:
-        handle.remove()
-    return _figures(watch, end)
-
-
-def _recorded(model: Any, device: torch.device, context: int, steps: int, capture: str, out: Path) -> dict[str, Any]:
-    """Record the same run into a trace."""
-    watch = _Watch(device)
-    request = checked(
-        out=out,
-        input_ids=_prompt(model, context),
-        force=None,
-        steps=steps,
-        capture=capture,
-        prompt_queries=64,
-        prompt_mass=True,
-        temperature=0.0,
-        seed=0,
-        suppress_eos=False,
-        eligible=None,
-        qk_dtype="float16",
-        vocab_size=model.config.vocab_size,
+def _beside(
+    capture: str,
+    ours: dict[str, Any],
+    plain: dict[str, Any],
+    gpu: float | None,
+    plain_gpu: float | None,
+    limit: float,
+) -> dict[str, Any]:
+    """Put the figures of recorded runs beside those of unrecorded ones, and judge them."""
+    single = [mine / theirs for mine in ours["run_ms"] for theirs in plain["run_ms"]]
+    row = (
+        {"capture": capture}
+        | ours
+        | {
+            "ratio": round(ours["step_ms"] / plain["step_ms"], 3),
+            "ratio_range": [round(min(single), 3), round(max(single), 3)],
+            "sustained_ratio": round(ours["sustained_ms"] / plain["sustained_ms"], 3),
+            "extra_mib": _extra(ours, plain),
+            **_busy(gpu, ours["step_ms"]),
+            "gpu_ratio": None if gpu is None or not plain_gpu else round(gpu / plain_gpu, 3),
+            "unrecorded": plain | _busy(plain_gpu, plain["step_ms"]),
+            "goal": round(limit, 3),
+        }
     )
-    handle = model.register_forward_pre_hook(watch.hook)
-    try:
-        with torch.inference_mode(), watch:
-            recording = Recording(model, request)
-            manifest = recording.start(check=False)
-            with TraceWriter(out, manifest, behind=recording.device is not None) as writer:
-                recording.write(writer)
-            end = time.perf_counter()
-            recording.release()
-    finally:
-        handle.remove()
-    report = verify_trace(out)
-    if not report.ok or report.committed_steps != steps:
-        problems = ", ".join(report.problems) or "steps are missing"
-        raise KvsimError(f"{out.name}: the recording is not intact: {problems}")
-    config = model.config
-    layout = StepLayout(
-        capture,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-        "float16",
-    )
-    return _figures(watch, end) | {"mb_per_step": round(layout.nbytes(context + steps) / 1e6, 3)}
+    wall = row["sustained_ratio" if capture == "heads" else "ratio"]
+    met = wall <= limit and (row["gpu_ratio"] is None or row["gpu_ratio"] <= GOALS.get(capture, 1.5))
+    return row | {"goal_met": met}
 
 
-def _figures(watch: _Watch, end: float) -> dict[str, Any]:
-    """Give a run's figures; its forwards are the prefill's, then one a step."""
-    between, start = watch.between(), watch.clock[2]
-    return {
-        "step_ms": round(statistics.median(between[_SKIPPED:]), 3),
-        "sustained_ms": round(1e3 * (end - start) / (len(watch.clock) - 2), 3),
-        "prefill_s": round(between[0] / 1e3, 3),
-        "steps_timed": len(between) - _SKIPPED,
-        "peak_mib": [round(peak / 2**20) for peak in watch.peaks],
-    }
+def _busy(gpu: float | None, step_ms: float) -> dict[str, float | None]:
+    if gpu is None:
+        return {"gpu_ms": None, "idle_share": None}
+    return {"gpu_ms": round(gpu, 3), "idle_share": round(max(0.0, 1 - gpu / step_ms), 3)}
 
 
-def _beside(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    extra = [ours - theirs for ours, theirs in zip(found["peak_mib"], plain["peak_mib"], strict=True)]
-    return found | {
-        "ratio": round(found["step_ms"] / plain["step_ms"], 3),
-        "sustained_ratio": round(found["sustained_ms"] / plain["step_ms"], 3),
-        "extra_mib": max(extra, default=None),
-    }
+def _extra(ours: dict[str, Any], plain: dict[str, Any]) -> int | None:
+    return max((mine - theirs for mine, theirs in zip(ours["peak_mib"], plain["peak_mib"], strict=True)), default=None)
 
 
 def table(report: dict[str, Any]) -> list[str]:
     """Give the lines of a report."""
-    plain = report["unrecorded"]
-    headings = ("ratio", 6), ("to disk", 8), ("goal", 6), ("MB a step", 9), ("extra MiB", 9)
+    headings = [("quartiles", 15), ("ratio", 6), ("its range", 11), ("to disk", 8), ("GPU ms", 7), ("ratio", 6)]
+    headings += [("idle", 5), ("goal", 6), ("MB a step", 9), ("extra MiB", 9)]
     lines = [" ".join([f"{'capture':18} {'ms a step':>9}", *(f"{name:>{width}}" for name, width in headings)])]
-    lines.append(f"{'unrecorded':18} {plain['step_ms']:9.2f} {1:6.2f}")
-    named = [(row["capture"], row) for row in report["rows"]]
-    if "long" in report:
-        named.append((f"scores, {report['shape']['long_context']:,}", report["long"]))
-    for name, row in named:
-        goal = "-" if "goal" not in row else f"{row['goal']:.2f}{'' if row['goal_met'] else '!'}"
+    for row in report["rows"]:
+        plain = row["unrecorded"]
+        lines.append(" ".join([_timed("unrecorded", plain), f"{'':26} ", *_gpu(plain, None)]).rstrip())
+        low, high = row["ratio_range"]
+        wall = f"{row['ratio']:6.2f} {f'{low:.2f}-{high:.2f}':>11} {row['sustained_ratio']:8.2f}"
+        goal = f"{row['goal']:.2f}{'' if row['goal_met'] else '!'}"
         extra = "-" if row["extra_mib"] is None else row["extra_mib"]
-        lines.append(
-            f"{name:18} {row['step_ms']:9.2f} {row['ratio']:6.2f} {row['sustained_ratio']:8.2f} {goal:>6} "
-            f"{row['mb_per_step']:9.2f} {extra:>9}"
-        )
-    lines.append(f"plain files: {report['disk_mb_s']} MB/s; to disk: all steps up to the closed trace; !: goal missed")
+        busy = " ".join(_gpu(row, row["gpu_ratio"]))
+        lines.append(f"{_timed(row['capture'], row)} {wall} {busy} {goal:>6} {row['mb_per_step']:9.2f} {extra:>9}")
+    if "long" in report:
+        long = report["long"]
+        extra = "-" if long["extra_mib"] is None else f"{long['extra_mib']} MiB"
+        lines.append(f"scores, {report['shape']['long_context']:,} tokens: extra memory {extra}")
+    lines.append(
+        f"plain files: {report['disk_mb_s']} MB/s; each capture and its unrecorded runs in turn, two of each; to disk: "
+        "all steps up to the closed trace"
+    )
+    lines.append(
+        "GPU ms: in which the GPU worked; idle: the rest of a step, which waits for the host: recording can hide there"
+    )
+    lines.append("!: a ratio misses its goal")
     return lines
+
+
+def _timed(name: str, found: dict[str, Any]) -> str:
+    low, high = found["quartiles"]
+    return f"{name:18} {found['step_ms']:9.2f} {f'{low:.2f}-{high:.2f}':>15}"
+
+
+def _gpu(found: dict[str, Any], ratio: float | None) -> list[str]:
+    if found["gpu_ms"] is None:
+        return [f"{'-':>7}", f"{'-':>6}", f"{'-':>5}"]
+    return [f"{found['gpu_ms']:7.2f}", f"{'' if ratio is None else f'{ratio:.2f}':>6}", f"{found['idle_share']:5.0%}"]
 
 
 def main() -> int:

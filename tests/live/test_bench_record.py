@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvsim import bench_record as module
+from kvsim import bench_record_runs as runs
 from kvsim.bench_record import bench_record, table
 from kvsim.cli import app
 from kvsim.errors import KvsimError
@@ -43,29 +44,87 @@ def test_figures(tmp_path, monkeypatch, overlapped):
         )
     assert json.loads(json.dumps(report)) == report
     assert not list(tmp_path.iterdir())
-    assert told == [(done, 6) for done in range(1, 7)]
-    plain, rows = report["unrecorded"], report["rows"]
+    assert told == [(done, 14) for done in range(1, 15)]
+    rows = report["rows"]
     assert [row["capture"] for row in rows] == ["qk", "scores", "heads"]
-    for row in [*rows, report["long"]]:
-        beside = report["long"]["unrecorded"] if row is report["long"] else plain
+    for row in rows:
+        beside = row["unrecorded"]
         assert row["ratio"] == pytest.approx(row["step_ms"] / beside["step_ms"], rel=1e-2)
-        assert row["sustained_ratio"] == pytest.approx(row["sustained_ms"] / beside["step_ms"], rel=1e-2)
-        assert row["extra_mib"] is None
-    assert {row["steps_timed"] for row in (plain, *rows)} == {4}
+        assert row["ratio_range"][0] <= row["ratio_range"][1]
+        assert row["sustained_ratio"] == pytest.approx(row["sustained_ms"] / beside["sustained_ms"], rel=1e-2)
+        assert (len(row["run_ms"]), len(beside["run_ms"])) == (2, 2)
+        assert row["steps_timed"] == beside["steps_timed"] == 8
+        # There is no GPU to look into.
+        assert [row[name] for name in ("extra_mib", "gpu_ms", "gpu_ratio", "idle_share")] == [None] * 4
+    assert report["long"]["extra_mib"] is None
     heads = rows[2]
     # 2 layers of 4 heads over 46 positions, their sums and the token, each in a multiple of 256 bytes.
     assert heads["mb_per_step"] == round((256 + 256 + 768) / 1e6, 3)
     assert heads["goal"] >= 1.5
     assert all(row["goal_met"] == (row["ratio"] <= 1.1) for row in rows[:2])
     lines = table(report)
-    assert [line.split()[0] for line in lines[1:-1]] == ["unrecorded", "qk", "scores", "heads", "scores,"]
+    names = ["unrecorded", "qk", "unrecorded", "scores", "unrecorded", "heads", "scores,", "plain", "GPU", "!:"]
+    assert [line.split()[0] for line in lines[1:]] == names
+
+
+def test_unrecorded_and_recorded_runs_take_turns(tmp_path, monkeypatch):
+    """Neither kind always comes first: what slows down or speeds up on the way meets both."""
+    order = []
+    steps = {"p": iter([10.0, 14.0, 20.0, 20.0]), "r": iter([11.0, 13.0, 21.0, 22.0])}
+
+    def ran(kind):
+        def run(model, context, count, *rest, **options):
+            if count == 2 + 2 or context == 99:
+                return runs.Run([1.0], 1.0, 1.0, [], None)
+            if options.get("profiled"):
+                pytest.fail("nothing is profiled on a CPU")
+            order.append(kind)
+            ms = next(steps[kind])
+            return runs.Run([ms, ms, ms + 2], ms + 1, 1.0, [], None)
+
+        return run
+
+    monkeypatch.setattr(module, "unrecorded", ran("p"))
+    monkeypatch.setattr(module, "recorded", ran("r"))
+    report = bench_record(
+        tmp_path,
+        device="cpu",
+        shape=SHAPE,
+        dtype="float32",
+        context=40,
+        steps=6,
+        long_context=99,
+        captures=("qk", "heads"),
+    )
+    assert "".join(order) == "prrp" + "rppr"
+    qk, heads = report["rows"]
+    assert (qk["run_ms"], qk["unrecorded"]["run_ms"]) == ([11.0, 13.0], [10.0, 14.0])
+    assert (qk["step_ms"], qk["unrecorded"]["step_ms"]) == (13.0, 13.0)
+    assert (qk["ratio"], qk["ratio_range"]) == (1.0, [round(11 / 14, 3), 1.3])
+    assert heads["sustained_ratio"] == round(22.5 / 21, 3)
+
+
+def test_time_on_the_gpu_counts_once_and_decides_the_goal_too():
+    assert runs.busy_ms([(0, 2000), (1000, 3000), (9000, 9500), (1200, 1300)]) == 3.5
+    assert runs.busy_ms([]) == 0
+    found = runs.figures([runs.Run([40.0, 41.0], 42.0, 1.0, [2**20, 3 * 2**20], None)]) | {"mb_per_step": 0.3}
+    plain = runs.figures([runs.Run([50.0], 50.0, 1.0, [2**20, 2**20], None)])
+    row = module._beside("qk", found, plain, 5.0, 4.0, 1.1)
+    # Quicker by the clock, and yet a quarter more work for the GPU: hidden in steps that are nine tenths idle.
+    assert (row["ratio"], row["gpu_ratio"], row["goal_met"], row["extra_mib"]) == (0.81, 1.25, False, 2)
+    assert (row["idle_share"], row["unrecorded"]["idle_share"]) == (round(1 - 5 / 40.5, 3), 0.92)
+    assert module._beside("qk", found, plain, 4.2, 4.0, 1.1)["goal_met"]
+    assert not module._beside("qk", found | {"step_ms": 60.0}, plain, 4.0, 4.0, 1.1)["goal_met"]
+    lines = "\n".join(table({"rows": [row], "disk_mb_s": 100.0}))
+    for word in ("1.25", "1.10!", "88%", "92%"):
+        assert word in lines
 
 
 def test_a_recording_that_is_not_intact_gives_no_figures(tmp_path, monkeypatch):
     class Broken:
         ok, committed_steps, problems = False, 4, ("scores: a chunk is damaged",)
 
-    monkeypatch.setattr(module, "verify_trace", lambda path: Broken)
+    monkeypatch.setattr(runs, "verify_trace", lambda path: Broken)
     with pytest.raises(KvsimError, match="not intact: scores: a chunk is damaged"):
         bench_record(tmp_path, device="cpu", shape=SHAPE, dtype="float32", context=20, steps=4, long_context=0)
     assert not list(tmp_path.iterdir())
