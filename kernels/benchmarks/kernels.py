@@ -24,6 +24,9 @@ from kvsim_kernels.compact import compact as compact_reference
 from kvsim_kernels.compact.kernel import compact
 from kvsim_kernels.decode_attention import decode_attention as decode_reference
 from kvsim_kernels.decode_attention.kernel import decode_attention
+from kvsim_kernels.key_scores import key_scores as key_reference
+from kvsim_kernels.key_scores.kernel import key_scores
+from kvsim_kernels.key_scores.reference import Kind
 from kvsim_kernels.linear import linear as linear_reference
 from kvsim_kernels.linear.kernel import linear
 from kvsim_kernels.score_update import score_update as score_reference
@@ -227,6 +230,35 @@ def compact_cases(model: Model, contexts: tuple[int, ...], device: str, dtype: t
         )  # fmt: skip
 
 
+def key_cases(model: Model, contexts: tuple[int, ...], device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Score a layer's keys by their distance from their mean, and by their norm."""
+    for n in contexts:
+        lengths = torch.tensor([n], dtype=torch.int32, device=device)
+
+        def sets(count: int, n: int = n) -> list[Any]:
+            shape = 1, model.kv_heads, n, model.dim
+            return [torch.randn(shape, dtype=dtype, device=device) for _ in range(count)]
+
+        def cosine(keys: torch.Tensor) -> torch.Tensor:
+            unit = torch.nn.functional.normalize(keys.float(), dim=-1)
+            return -torch.nn.functional.cosine_similarity(unit, unit.mean(2, keepdim=True), dim=-1)
+
+        kinds: tuple[tuple[Kind, int, Callable[[Any], Any]], ...] = ("cosine", 2, cosine), ("norm", 1, torch_norm)
+        for kind, reads, torches in kinds:
+            yield Case(
+                f"key_scores {kind}", f"{model.name} {n:,}", reads * 2 * n * model.kv_heads * model.dim, sets,
+                lambda g, m=lengths, k=kind: key_scores(g, m, k), torches, "torch float32",
+                lambda g, m=lengths, k=kind: error(
+                    key_scores(g, m, k), key_reference(g, m, k, dtype=torch.float64)
+                ),
+            )  # fmt: skip
+
+
+def torch_norm(keys: torch.Tensor) -> torch.Tensor:
+    """Norms of keys by PyTorch."""
+    return keys.float().norm(dim=-1)
+
+
 def linear_cases(model: Model, device: str, dtype: torch.dtype, batches: tuple[int, ...] = (1, 4)) -> Iterator[Case]:
     """Multiply as a decode step does."""
     hidden, keys = model.hidden, model.kv_heads * model.dim
@@ -283,6 +315,7 @@ def all_cases(
         yield from attention_cases(model, contexts, device, dtype)
         yield from score_cases(model, contexts, device)
         yield from compact_cases(model, contexts, device, dtype)
+        yield from key_cases(model, contexts, device, dtype)
         yield from linear_cases(model, device, dtype)
     yield from select_cases(contexts, device, groups)
 

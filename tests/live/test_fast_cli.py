@@ -73,8 +73,8 @@ def test_another_attention_is_named(live):
 
 def test_what_cannot_run_is_an_error_of_one_line(live, monkeypatch):
     assert "unknown engine 'cuda'" in run(*live, "--engine", "cuda", code=2).stderr
-    error = run(*live, "--engine", "triton", "--policy", "keydiff", code=2).stderr
-    assert "keydiff/budget=5: the fast form does not run scores of keys; the plain engine can" in error
+    error = run(*live, "--engine", "triton", "--policy", "ema:0.8/score=rkv", code=2).stderr
+    assert "the fast form does not run redundancy; the plain engine can" in error
     assert "unknown attention 'x'" in run("bench", "live", "--attention", "x", code=2).stderr
     assert "unknown model 'llama'" in run("bench", "live", "--model", "llama", code=2).stderr
     if fc.DEVICE == "cpu":
@@ -140,11 +140,11 @@ def test_attentions_stand_beside_each_other(small_bench):
 
 
 def test_a_setting_that_fails_or_has_no_time_left_is_reported_and_the_rest_goes_on(small_bench, monkeypatch):
-    monkeypatch.setitem(bench.SETTINGS, "score every step", "keydiff")
+    monkeypatch.setitem(bench.SETTINGS, "score every step", "ema:0.8/score=rkv")
     report = small_bench(settings=["score every step", "no eviction"])
-    assert "PolicyError: keydiff/budget=10%: the fast form" in report["rows"][0]["error"]
+    assert "the fast form does not run redundancy" in report["rows"][0]["error"]
     assert report["rows"][1]["ms"] > 0
-    assert "scores of keys" in "\n".join(bench.lines(report))
+    assert "redundancy" in "\n".join(bench.lines(report))
     assert small_bench(settings=["no eviction"], seconds=0)["rows"][0]["error"] == "not started: 0 seconds are over"
 
 

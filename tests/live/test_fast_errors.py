@@ -33,13 +33,11 @@ def prefix(llama):
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("keydiff", "scores of keys"),
-        ("knorm", "scores of keys"),
-        ("ema:0.8/when=overflow", "when=overflow"),
-        ("snapkv:4/when=every", "a window of scored steps"),
+        ("adaptive:noise", "coefficients that are chosen on the way"),
+        ("single/score=lagkv/when=every", "scores that differ between layers"),
         ("inertiakv-aux", "a rescue"),
         ("ema:0.8/score=rkv", "redundancy"),
-        ("scissorhands:3", "a window of scored steps"),
+        ("scissorhands:3", "pivotal scores"),
         ("ema:0.8/score=pivotal", "pivotal scores"),
     ],
 )

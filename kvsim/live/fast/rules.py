@@ -13,6 +13,8 @@ from kvsim.live.prefix import Prefix
 from kvsim.live.sequence import Sequence
 from kvsim.plan import FloatArray, GroupKind, Plan
 from kvsim.policy import Policy
+from kvsim.scorers.keydiff import KeyDiffScore
+from kvsim.scorers.knorm import KNormScore
 from kvsim.scorers.vnorm import VNorm
 
 __all__ = ["FastRule", "draw_up"]
@@ -40,6 +42,17 @@ class FastRule:
         Weights of the attention.
     static : array or None
         [positions] scores that are the same in all layers and need no attention.
+    keys : {"cosine", "norm", "minus norm"} or None
+        Scores of the cached keys, which need no attention either.
+    signed : bool
+        Scores may be negative, and are shifted by their minimum over what is visible. Not where a state remembers
+        nothing: the same shift for all changes no rank, and would hide how close two of them are.
+    window : int
+        If not 0, the state is the sum of the scores of so many scored steps.
+    pool : int
+        Ranks are maxima of the state over so many neighbouring positions.
+    batch : float
+        If not 0, eviction waits for the budget to be exceeded, and then takes this share.
     """
 
     kind: GroupKind
@@ -52,11 +65,16 @@ class FastRule:
     entropy: bool
     vnorm: bool
     static: FloatArray | None
+    keys: Literal["cosine", "norm", "minus norm"] | None = None
+    signed: bool = False
+    window: int = 0
+    pool: int = 1
+    batch: float = 0.0
 
     @property
     def reads_attention(self) -> bool:
         """Whether scored steps need the attention's logits."""
-        return self.evicts and self.static is None
+        return self.evicts and self.static is None and self.keys is None
 
 
 def draw_up(policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tuple[FastRule, list[Sequence]]:
@@ -87,11 +105,12 @@ def draw_up(policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tup
         return _admitting(policies, prefixes, steps)
     if expanded.select is not None:
         raise PolicyError(f"{policies[0]}: the fast form does not run select=; the plain engine can (engine 'plain')")
-    # Norms of values are taken where the values lie, so the plan need not read them.
+    # Keys, and norms of values, are read where they lie, so the plan need not read them.
     vnorm = isinstance(expanded.score, VNorm)
+    keys = _of_keys(expanded)
     sequences = []
     for policy, prefix in zip(policies, prefixes, strict=True):
-        planned = dataclasses.replace(policy.expand(), score=None) if vnorm else policy
+        planned = dataclasses.replace(policy.expand(), score=None) if vnorm or keys else policy
         sequence = Sequence(planned, prefix, steps, full_rows=False)
         sequence.policy = policy
         sequences.append(sequence)
@@ -113,6 +132,11 @@ def draw_up(policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tup
             heads=score.heads,
             entropy=score.entropy,
             vnorm=vnorm and not grows,
+            keys=None if grows else keys,
+            signed=keys is not None and keys != "norm" and _remembers(plan),
+            window=plan.window,
+            pool=plan.pool,
+            batch=plan.batch,
             static=score.values[0, 0] if not grows and score.values is not None else None,
         ),
         sequences,
@@ -132,7 +156,43 @@ def _admitting(policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> 
     ]
     plan = sequences[0].plan
     never = np.zeros(steps, dtype=np.bool_)
-    return FastRule("head", False, never, plan.a, plan.b, False, "mean", False, False, None), sequences
+    return (
+        FastRule(
+            kind="head",
+            evicts=False,
+            scored=never,
+            a=plan.a,
+            b=plan.b,
+            reset=False,
+            heads="mean",
+            entropy=False,
+            vnorm=False,
+            keys=None,
+            signed=False,
+            window=0,
+            pool=1,
+            batch=0.0,
+            static=None,
+        ),
+        sequences,
+    )
+
+
+def _of_keys(policy: Policy) -> Literal["cosine", "norm", "minus norm"] | None:
+    """Say which scores of keys a policy evicts by, step by step; before the first step the plan has them."""
+    score = policy.score
+    if policy.when is not None and policy.when.name == "prefill":
+        return None
+    if isinstance(score, KeyDiffScore):
+        return "cosine"
+    if isinstance(score, KNormScore):
+        return "norm" if score.sign == "plus" else "minus norm"
+    return None
+
+
+def _remembers(plan: Plan) -> bool:
+    """Whether a state holds scores of earlier steps."""
+    return plan.window > 0 or (not plan.reset and bool(plan.a.prod(axis=1).any()))
 
 
 def _grows(plan: Plan, positions: int) -> bool:
@@ -145,14 +205,12 @@ def _refuse(policy: Policy, plan: Plan) -> None:
     same = score.values is not None and score.values.strides[:2] == (0, 0)
     found = {
         "coefficients that are chosen on the way": plan.control is not None,
-        "a window of scored steps": plan.window > 0,
-        "pooled states": plan.pool > 1,
-        "when=overflow": plan.batch > 0,
         "a rescue": plan.rescue is not None,
         "redundancy": score.redundancy is not None,
         "eviction on some steps only": bool(plan.evicts[0]) or not plan.evicts[1:].all(),
         "pivotal scores": score.pivotal,
-        "scores of keys": score.kind in ("cosine", "bilinear") or (score.kind == "static" and not same),
+        "scores of keys other than keydiff and knorm": score.kind in ("cosine", "bilinear"),
+        "scores that differ between layers": score.kind == "static" and not same,
         "weights of the attention other than score=vnorm": score.weight is not None,
         "budgets that differ between groups": bool((plan.budgets != plan.budgets[0]).any()),
     }

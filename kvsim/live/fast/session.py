@@ -4,10 +4,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from kvsim_kernels.decode_attention.kernel import decode_attention, decode_logits
+from kvsim_kernels.key_scores.kernel import key_scores
 
 from kvsim.errors import KvsimError
 from kvsim.live.fast.backends import attention_backend
@@ -170,15 +171,16 @@ class Session:
     def step(self) -> None:
         """Feed the tokens, score, evict, and choose the next tokens; nothing waits for the GPU.
 
-        The first step evicts down to the budget. From the second of a kind, scored or not, a step is a graph.
+        The first step evicts down to the budget. From the second of a kind, scored or not, a step is a graph, but for
+        those at which positions leave in batches.
         """
         t = self.done + 1
         scored = self.rule.evicts and bool(self.rule.scored[t - 1])
         if self.ranks is not None:
             self.ranks.load_coefficients(t)
-        if t == 1 and self.ranks is not None and self.ranks.is_cut_first:
+        if self.ranks is not None and t in self.ranks.cuts:
             self._forward(scored)
-            self._cut(scored)
+            self._cut(scored, t)
         elif scored in self._graphs:
             self._graphs[scored].replay()
         elif self.captures and self._warm.get(scored):
@@ -201,17 +203,30 @@ class Session:
         self._scored = scored and self.rule.reads_attention
         self.history.index_copy_(0, self.clock.at, self.tokens.unsqueeze(0))
         self.forward(self.tokens, self.clock.last, self.logits)
+        if scored and self.rule.keys is not None:
+            assert self.ranks is not None
+            assert self.ranks.key_scores is not None
+            kind: Literal["cosine", "norm"] = "cosine" if self.rule.keys == "cosine" else "norm"
+            for layer in self.layers:
+                if layer.ordinal is not None:
+                    key_scores(layer.keys, layer.lengths, kind, out=self.ranks.key_scores[layer.ordinal])
 
-    def _cut(self, scored: bool) -> None:
-        """End the first step: evict what is too much, and move the rest into the slots that stay."""
+    def _cut(self, scored: bool, t: int) -> None:
+        """End a step that evicts many: move the rest into the slots that stay, fewer ones after the first step."""
         assert self.ranks is not None
         self.ranks.update(scored=scored)
-        slots = self.ranks.cut()
+        slots = self.ranks.cut(t)
         for layer in self.layers:
-            if layer.ordinal is not None:
-                layer.shrink(slots[self.ranks.of_layer(layer.ordinal)], self.ranks.slots)
+            if layer.ordinal is None:
+                continue
+            own = slots[self.ranks.of_layer(layer.ordinal)]
+            if t == 1:
+                layer.shrink(own, self.ranks.slots)
                 layer.constant = self.ranks.constant
-        self._use()
+            else:
+                layer.close_up(own)
+        if t == 1:
+            self._use()
         self._advance()
 
     def _advance(self) -> None:

@@ -132,6 +132,13 @@ class Slots:
         """Keep some slots [batch, 1 or Hk, n] only, in a cache of `width` slots; the larger one is let go."""
         self.keys, self.values = compact(self.keys, self.values, slots, width=width)
 
+    def close_up(self, slots: torch.Tensor) -> None:
+        """Move some slots to the front of the same cache, where captured graphs look for it; the rest is zero."""
+        for whole, moved in zip(
+            (self.keys, self.values), compact(self.keys, self.values, slots, width=self.keys.shape[2]), strict=True
+        ):
+            whole.copy_(moved)
+
 
 def evicting_slots(prefixes: Items[Prefix], index: int, ordinal: int, ranks: Ranks) -> Slots:
     """Put one layer's prompts into slots that positions will leave; norms of the values where scores need them."""
