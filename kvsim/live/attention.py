@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 _PREFIX = "kvsim_live_"
+_UNMASKED = "kvsim_live_unmasked_"
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,15 @@ def is_watching(watcher: Watcher) -> bool:
 
 
 @contextmanager
-def watched(model: torch.nn.Module, watcher: Watcher) -> Iterator[None]:
+def watched(model: torch.nn.Module, watcher: Watcher, *, masks: bool = True) -> Iterator[None]:
     """Have `watcher` answer every attention call that the model makes inside the block.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    watcher : Watcher
+    masks : bool
+        Whether the model builds its masks; one that answers all calls itself may not need them.
 
     Raises
     ------
@@ -98,7 +106,7 @@ def watched(model: torch.nn.Module, watcher: Watcher) -> Iterator[None]:
             raise KvsimError(f"model: layer {index} is {kind!r}; live decoding knows {', '.join(known)}")
     token = _watcher.set(watcher)
     try:
-        with implementation_set(model, _twin):
+        with implementation_set(model, _twin if masks else _unmasked_twin):
             yield
     finally:
         _watcher.reset(token)
@@ -106,6 +114,10 @@ def watched(model: torch.nn.Module, watcher: Watcher) -> Iterator[None]:
 
 def _twin(base: str) -> str:
     return base if base.startswith(_PREFIX) else register_twin(base, _PREFIX, _answer)
+
+
+def _unmasked_twin(base: str) -> str:
+    return base if base.startswith(_PREFIX) else register_twin(base, _UNMASKED, _answer, mask=False)
 
 
 def _answer(module: torch.nn.Module, tensors: Tensors, options: dict[str, Any]) -> Any:

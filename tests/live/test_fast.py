@@ -4,10 +4,13 @@ import fast_cases as fc
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvsim
 from kvsim.live import decode, prefill
 from kvsim.live.fast import decode_fast
+from kvsim.live.fast.generic import _experts_set
+from kvsim.live.fast.session import Session
 
 EVICTING = [
     "ema:0.8",
@@ -78,8 +81,6 @@ def test_rows_may_differ_in_budget_and_fill_up_before_they_evict(llama, prefixes
         fc.assert_same(run, plain)
 
 
-# On a GPU gpt-oss's own modules copy from the host, which no graph can hold.
-@pytest.mark.filterwarnings("ignore:this model's step cannot be captured")
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "llama4"])
 def test_windowed_layers_sinks_and_chunks(name):
     model = fc.small(name)
@@ -87,6 +88,53 @@ def test_windowed_layers_sinks_and_chunks(name):
     (plain,) = decode(model, [prefix], "ema:0.8/group=head", physical=True, **OPTIONS)
     (fast,) = generic(model, [prefix], "ema:0.8/group=head", fc.BUDGET)
     fc.assert_same(fast, plain)
+
+
+class Waiting(TorchDispatchMode):
+    """Notes operations whose shapes or numbers the host waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("nonzero", "_local_scalar_dense", "unique", "bincount"):
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+def test_a_step_of_mixed_experts_waits_for_nothing(experts, monkeypatch):
+    model = fc.small("gpt-oss")
+    model.set_experts_implementation(experts)
+    prefix, own = prefill(model, fc.PROMPT_LONG), kvsim.parse("ema:0.8").with_budget(kvsim.Budget(6))
+    session = Session(model, [prefix], [own], steps=2, forced=[1, 2], graphs=False)
+    masks, attend = [], session.forward.attend
+    monkeypatch.setattr(session.forward, "attend", lambda call: (masks.append(call.mask), attend(call))[1])
+    with session.attached():
+        session.step()
+        with Waiting() as seen:
+            session._forward(scored=True)
+    assert seen.found == set()
+    # That of eager attention copies a number from the host.
+    assert masks == [None] * 6
+    assert model.config._experts_implementation == experts
+    if experts == "eager":
+        with Waiting() as seen, torch.inference_mode():
+            model(torch.tensor([[1, 2]], device=fc.DEVICE))
+        assert "nonzero" in seen.found
+
+
+def test_grouped_products_of_bfloat16_stay():
+    model = fc.small("gpt-oss").bfloat16()
+    model.set_experts_implementation("grouped_mm")
+    with _experts_set(model):
+        assert model.config._experts_implementation == "grouped_mm"
+    with _experts_set(model.float()):
+        assert model.config._experts_implementation == "batched_mm"
+    with _experts_set(fc.small("llama-gqa3")):
+        pass
 
 
 def test_the_slots_of_a_layer_are_one_more_than_the_budget(llama, prefixes):

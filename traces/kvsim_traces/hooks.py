@@ -126,7 +126,9 @@ def _show(module: torch.nn.Module, tensors: Tensors, options: dict[str, Any]) ->
         observer(_call(module, *tensors, options))
 
 
-def register_twin(base: str, prefix: str, before: Callable[[torch.nn.Module, Tensors, dict[str, Any]], Any]) -> str:
+def register_twin(
+    base: str, prefix: str, before: Callable[[torch.nn.Module, Tensors, dict[str, Any]], Any], *, mask: bool = True
+) -> str:
     """Register an attention implementation that asks `before`, and runs another one where that gives None.
 
     Parameters
@@ -137,11 +139,13 @@ def register_twin(base: str, prefix: str, before: Callable[[torch.nn.Module, Ten
         What its name gets in front.
     before : callable
         Called with the attention module, (query, key, value, attention_mask) and the call's keyword arguments.
+    mask : bool
+        Whether the base's mask function is registered too; without, the model builds no masks.
 
     Returns
     -------
     str
-        The new name. The base's mask function is registered under it too.
+        The new name.
     """
     name = prefix + base
 
@@ -166,7 +170,7 @@ def register_twin(base: str, prefix: str, before: Callable[[torch.nn.Module, Ten
             config._attn_implementation_internal = twin
 
     AttentionInterface.register(name, forward)
-    if base in ALL_MASK_ATTENTION_FUNCTIONS:
+    if mask and base in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
     return name
 

@@ -51,6 +51,11 @@ class GenericForward:
 
     Notes
     -----
+    Some of what models do cannot be captured in a CUDA graph, and is not done here. The mask of eager attention copies
+    a number from the host: no masks are built, for lengths say what is seen. Experts run one by one wait to know which
+    of them are hit, and grouped products of another type than bfloat16 wait for the groups' sizes: their weights are
+    gathered for one batched product instead (`batched_mm` of transformers).
+
     What the model computes from the length of its cache, instead of from the positions it is given, would stay as it
     was when a CUDA graph was captured; whoever captures must compare.
     """
@@ -63,8 +68,8 @@ class GenericForward:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Have the model's attention ask us inside the block."""
-        with watched(self.model, self):
+        """Have the model's attention ask us inside the block, and its experts not wait."""
+        with watched(self.model, self, masks=False), _experts_set(self.model):
             yield
 
     def use(self, layers: list[Slots], norms: list[torch.Tensor | None], seen: int) -> None:
@@ -100,3 +105,24 @@ class GenericForward:
         if call.key.data_ptr() != own.keys.data_ptr():
             raise KvsimError(f"model: layer {call.layer} attends to keys of another layer; every layer needs its own")
         return self._attend(own, call.query[:, :, 0], None).unsqueeze(1)
+
+
+@contextmanager
+def _experts_set(model: torch.nn.Module) -> Iterator[None]:
+    """Run experts that would wait for the host by an implementation that does not, and put everything back."""
+    before: list[tuple[Any, str | None]] = []
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        weight = next(module.parameters(recurse=False), None)
+        # What transformers' decorator of experts leaves behind.
+        if weight is None or not hasattr(module, "has_gate") or not hasattr(config, "_experts_implementation_internal"):
+            continue
+        chosen = config._experts_implementation_internal
+        if chosen == "eager" or (chosen == "grouped_mm" and weight.dtype != torch.bfloat16):
+            before.append((config, chosen))
+            config._experts_implementation_internal = "batched_mm"
+    try:
+        yield
+    finally:
+        for config, chosen in before:
+            config._experts_implementation_internal = chosen
