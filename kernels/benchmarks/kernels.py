@@ -39,6 +39,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXTS = (6400, 16384, 65536)
+BATCHES = (1, 4, 16)
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,9 @@ def torch_norm(keys: torch.Tensor) -> torch.Tensor:
     return keys.float().norm(dim=-1)
 
 
-def linear_cases(model: Model, device: str, dtype: torch.dtype, batches: tuple[int, ...] = (1, 4)) -> Iterator[Case]:
+def linear_cases(
+    model: Model, device: str, dtype: torch.dtype, batches: tuple[int, ...] = (1, 4, 16)
+) -> Iterator[Case]:
     """Multiply as a decode step does."""
     hidden, keys = model.hidden, model.kv_heads * model.dim
     shapes = (
