@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kvsim_kernels.launch import early_launch
 
 from kvsim.bench_live_checks import found_in_step, same_answers
 from kvsim.bench_live_models import SHAPES, build, copy_bandwidth, loop_ms, milliseconds, random_prompt, read_bytes
@@ -259,6 +260,8 @@ def machine(device: str) -> dict[str, Any]:
         "kvsim": __version__,
     }
     if device.startswith("cuda"):
+        early = early_launch(torch.device(device))["EARLY"]
+        found["launches"] = "early" if early else "one after the other"
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, "driver": _driver()}
     return found
 

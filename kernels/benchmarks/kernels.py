@@ -8,6 +8,7 @@ Prints medians in microseconds, the bytes that must move, and the share of the c
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -27,8 +28,10 @@ from kvsim_kernels.decode_attention.kernel import decode_attention
 from kvsim_kernels.key_scores import key_scores as key_reference
 from kvsim_kernels.key_scores.kernel import key_scores
 from kvsim_kernels.key_scores.reference import Kind
+from kvsim_kernels.launch import SERIAL
 from kvsim_kernels.linear import linear as linear_reference
 from kvsim_kernels.linear.kernel import linear
+from kvsim_kernels.rope_write.kernel import rope_write
 from kvsim_kernels.score_update import score_update as score_reference
 from kvsim_kernels.score_update.kernel import score_update
 from kvsim_kernels.select import select_evicted as evicted_reference
@@ -306,6 +309,78 @@ def linear_cases(
             )  # fmt: skip
 
 
+def launch_cases(model: Model, contexts: tuple[int, ...], device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """Run a layer of a decode step with kernels that start early or not, and products in full waves or as they come."""
+    hidden, dim, heads, kv_heads = model.hidden, model.dim, model.heads, model.kv_heads
+    sizes = heads * dim, kv_heads * dim, kv_heads * dim
+
+    def weights(count: int) -> list[Any]:
+        shapes = (
+            (sum(sizes), hidden),
+            (hidden, heads * dim),
+            (2 * model.intermediate, hidden),
+            (hidden, model.intermediate),
+        )
+        return [
+            [torch.randn(shape, dtype=dtype, device=device) * shape[1] ** -0.5 for shape in shapes]
+            for _ in range(count)
+        ]
+
+    norm = torch.rand(hidden, dtype=dtype, device=device)
+    table = torch.rand(1, dim, dtype=dtype, device=device)
+    at = torch.zeros(1, dtype=torch.int32, device=device)
+    for n in contexts:
+        lengths = torch.tensor([n], dtype=torch.int32, device=device)
+
+        def sets(count: int, n: int = n) -> list[Any]:
+            caches = [torch.randn(2, 1, kv_heads, n, dim, dtype=dtype, device=device) for _ in range(count)]
+            return [
+                (torch.randn(1, hidden, dtype=dtype, device=device), *own, cache)
+                for own, cache in zip(weights(count), caches, strict=True)
+            ]
+
+        def layer(given: Any, lengths: torch.Tensor = lengths) -> torch.Tensor:
+            x, joined, output, both, down, (keys, values) = given
+            query, key, value = (part.view(1, -1, dim) for part in linear(x, joined, norm_weight=norm).split(sizes, 1))
+            turned = rope_write(
+                key, value, keys, values, at.view(1, 1), query=query, cos=table, sin=table, positions=at
+            )
+            found = decode_attention(turned, keys, values, lengths, with_logits=True).output
+            x = linear(found.view(1, -1), output, residual=x)
+            wide = linear(x, both[: model.intermediate], norm_weight=norm, up_weight=both[model.intermediate :])
+            return linear(wide, down, residual=x)
+
+        moved = 2 * hidden * (sum(sizes) + heads * dim + 3 * model.intermediate) + 4 * n * kv_heads * dim
+        yield Case(
+            "decode_layer", f"{model.name} {n:,}", moved, sets, layer, lambda g, run=layer: serially(run, g),
+            "one kernel after the other", lambda g, run=layer: error(run(g), serially(run, g).double()),
+        )  # fmt: skip
+    for name, height, width, before in (
+        ("query, key, value", sum(sizes), hidden, (4, None)), ("output", hidden, heads * dim, (4, None)),
+        ("down", hidden, model.intermediate, (4, None)),
+    ):  # fmt: skip
+        options = {"norm_weight": norm} if name.startswith("query") else {}
+        yield Case(
+            "linear_plan", f"{model.name} {name} 1 x {height:,} x {width:,}", 2 * height * width,
+            lambda count, h=height, w=width: [
+                (torch.randn(1, w, dtype=dtype, device=device), torch.randn(h, w, dtype=dtype, device=device))
+                for _ in range(count)
+            ],
+            lambda g, o=options: linear(*g, **o), lambda g, o=options, b=before: linear(*g, plan=b, **o),
+            "4 rows, as many as fit",
+            lambda g, o=options, b=before: error(linear(*g, **o), linear(*g, plan=b, **o)),
+        )  # fmt: skip
+
+
+def serially(call: Callable[[Any], torch.Tensor], given: Any) -> torch.Tensor:
+    """Have every kernel of a call wait for the one before it."""
+    os.environ[SERIAL] = "1"
+    try:
+        return call(given)
+    finally:
+        del os.environ[SERIAL]
+
+
 def all_cases(
     models: tuple[Model, ...],
     contexts: tuple[int, ...],
@@ -320,6 +395,7 @@ def all_cases(
         yield from compact_cases(model, contexts, device, dtype)
         yield from key_cases(model, contexts, device, dtype)
         yield from linear_cases(model, device, dtype)
+        yield from launch_cases(model, contexts, device, dtype)
     yield from select_cases(contexts, device, groups)
 
 

@@ -6,6 +6,9 @@ from kvsim_kernels import decode_attention as attention_references
 from kvsim_kernels import score_update as score_references
 from kvsim_kernels import select as select_references
 from kvsim_kernels.decode_attention.kernel import decode_attention
+from kvsim_kernels.launch import SERIAL
+from kvsim_kernels.linear.kernel import linear
+from kvsim_kernels.rope_write.kernel import rope_write
 from kvsim_kernels.score_update.kernel import score_update, unscored_update
 from kvsim_kernels.select.kernel import select_evicted
 
@@ -85,3 +88,34 @@ def test_steps_from_one_graph():
         slot = used if expected < 0 else expected
     assert evicted[:10] == [-1] * 10
     assert min(evicted[10:]) >= 0
+
+
+def test_kernels_that_start_early_wait_for_what_they_read(monkeypatch):
+    """A chain in which each kernel reads what the one before wrote, and buffers are used again."""
+    width, heads = (512, 4) if DEVICE == "cuda" else (64, 1)
+    dim = width // heads
+    w = [normal(width, width, seed=seed) * width**-0.5 for seed in range(4)]
+    keys, values = normal(2, 1, heads, SLOTS, dim, seed=7)
+    start, lengths, new = normal(1, width, seed=8), ints(SLOTS), ints(3).view(1, 1)
+    x, y, found = start.clone(), torch.empty_like(start), torch.empty(1, heads, dim, device=DEVICE)
+
+    def step():
+        for _ in range(3):
+            linear(x, w[0], norm_weight=start[0], out=y)
+            rope_write(y.view(1, heads, dim), x.view(1, heads, dim), keys, values, new)
+            decode_attention(y.view(1, heads, dim), keys, values, lengths, out=found)
+            linear(found.view(1, width), w[1], residual=x, out=x)
+            linear(x, w[2], up_weight=w[3], out=y)
+            linear(y, w[0], residual=x, out=x)
+
+    results = []
+    for serial in ("0", "1"):
+        monkeypatch.setenv(SERIAL, serial)
+        run = captured(step)
+        for _ in range(5 if DEVICE == "cuda" else 1):
+            x.copy_(start)
+            run()
+            results.append(x.clone())
+    assert torch.isfinite(results[0]).all()
+    for one in results:
+        torch.testing.assert_close(one, results[0], rtol=1e-5, atol=1e-5)

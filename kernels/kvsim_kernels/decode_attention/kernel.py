@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from kvsim_kernels.decode_attention.reference import Attended, check
-from kvsim_kernels.launch import split_count
+from kvsim_kernels.launch import early_launch, split_count
 
 __all__ = ["capped", "decode_attention", "decode_logits"]
 
@@ -57,7 +57,11 @@ def _attend(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     STEP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     split, pair = tl.program_id(0), tl.program_id(1)
     batch, head = (pair // KV_HEADS).to(tl.int64), (pair % KV_HEADS).to(tl.int64)
     length = tl.load(lengths + batch).to(tl.int32)
@@ -128,7 +132,11 @@ def _combine(
     PIECE: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     query = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, SPLITS_2), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     part = (query // GROUP * SPLITS + split) * GROUP + query % GROUP
@@ -286,6 +294,7 @@ def _launch(
     part_max, part_sum = torch.empty(2, batch * kv_heads, splits, group, **single)
     width = max(16, triton.next_power_of_2(dim))
     block = min(128, max(16, _TILE_BYTES // (width * query.element_size())))
+    early = early_launch(query.device)
     spread = (0, 0, 0)
     if positions is not None:
         by_head = positions.stride(1) if positions.shape[1] > 1 else 0
@@ -320,6 +329,7 @@ def _launch(
         STEP=_SPLIT_STEP,
         num_warps=4,
         num_stages=3,
+        **early,
     )
     piece = min(64, width)
     _combine[(batch * heads, 1 if out is None else triton.cdiv(dim, piece))](
@@ -336,4 +346,5 @@ def _launch(
         SPLITS=splits,
         SPLITS_2=triton.next_power_of_2(splits),
         num_warps=4,
+        **early,
     )

@@ -5,17 +5,26 @@ at a time, and sums over threads once, at the end. Several vectors go through th
 small the programs share its rows' columns and a second launch adds up; with a normalisation PyTorch is faster.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from kvsim_kernels.launch import multiprocessors
+from kvsim_kernels.launch import early_launch, multiprocessors
 from kvsim_kernels.linear.reference import check
 
-__all__ = ["linear"]
+__all__ = ["linear", "row_plan"]
 
 _THREADS = 128
-_FEW_ROWS = 2048
+_LINE_BYTES = 128
+_REGISTERS = 65536
+# Rows of a program, and programs that a multiprocessor holds at a time. So many registers each of them can have without
+# spilling more than a few bytes (Triton 3.6, sm_90); what comes first is as good as the next within 3%.
+_PLAIN = ((4, 8), (4, 7), (2, 9), (2, 10))
+_NORMED = ((4, 6), (2, 8), (2, 9))
+_GATED = ((2, 5), (2, 6))
+_PREFERENCE = 0.03
 _TILE_ROWS = 64
 _TILE_BYTES = 256
 _MOST_VECTORS = 16
@@ -36,6 +45,15 @@ def _finish(y, up, bias, up_bias, residual, out, at, row, mask):
 
 
 @triton.jit
+def _prefetch(row, LINES: tl.constexpr, LINE: tl.constexpr):
+    """Have the second-level cache read the first lines of some rows."""
+    at = row + (tl.arange(0, LINES) * LINE)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _vector(
     x,
     weight,
@@ -52,11 +70,22 @@ def _vector(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LINES: tl.constexpr,
+    LINE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < height
     # Rows beyond the last read the last one.
     place = tl.minimum(row, height - 1).to(tl.int64)[:, None]
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        # Weights wait for nobody.
+        if LINES > 0:
+            _prefetch(weight + place * stride_weight, LINES, LINE)
+            if up_weight is not None:
+                _prefetch(up_weight + place * stride_up, LINES, LINE)
+        tl.extra.cuda.gdc_wait()
     lane = tl.arange(0, BLOCK)
     sums = tl.zeros([ROWS, BLOCK], tl.float32)
     up_sums = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -180,6 +209,32 @@ def split_count(programs: int, blocks: int, device: torch.device) -> int:
     return max(1, min(2 * multiprocessors(device) // programs, blocks // 4, 32))
 
 
+def row_plan(height: int, kind: str, device: torch.device) -> tuple[int, int]:
+    """Choose rows of a program and programs of a multiprocessor, so that the last wave of programs is a full one.
+
+    Parameters
+    ----------
+    height : int
+        Rows of the weight.
+    kind : {"plain", "normed", "gated"}
+    device : torch.device
+    """
+    plans = {"plain": _PLAIN, "normed": _NORMED, "gated": _GATED}[kind]
+
+    def cost(index: int) -> float:
+        rows, resident = plans[index]
+        waves = triton.cdiv(height, rows) / (resident * multiprocessors(device))
+        return float(math.ceil(waves) / waves) + _PREFERENCE * index
+
+    return plans[min(range(len(plans)), key=cost)]
+
+
+def _lines(rows: int, row_bytes: int) -> int:
+    """Count the lines of each row that a program asks for early: one a thread, a power of 2, none beyond the row."""
+    fit = min(_THREADS // rows, row_bytes // _LINE_BYTES)
+    return 2 ** (fit.bit_length() - 1) if fit else 0
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -192,6 +247,7 @@ def linear(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     splits: int | None = None,
+    plan: tuple[int, int | None] | None = None,
 ) -> torch.Tensor:
     """Multiply by a weight; see `kvsim_kernels.linear.reference.linear`.
 
@@ -207,6 +263,9 @@ def linear(
         Where to write, in its own type; contiguous. It may be `residual`.
     splits : int, optional
         Programs that share rows of the weight, for more than one vector; chosen for the GPU by default.
+    plan : (int, int or None), optional
+        Rows of a program (a power of 2), and how many programs a multiprocessor shall hold (None: what the compiler
+        makes possible), for a single vector; `row_plan` by default.
 
     Raises
     ------
@@ -230,11 +289,19 @@ def linear(
         out = torch.empty(batch, height, dtype=x.dtype, device=x.device)
     stride_up = weights[-1].stride(0)
     if batch == 1:
-        rows = 2 if height <= _FEW_ROWS or up_weight is not None else 4
+        if plan is None:
+            kind = "gated" if up_weight is not None else "plain" if norm_weight is None else "normed"
+            plan = row_plan(height, kind, x.device)
+        rows, resident = plan
+        options = early_launch(x.device)
+        if resident is not None:
+            # Registers come in eights.
+            options["maxnreg"] = _REGISTERS // (_THREADS * resident) // 8 * 8
         _vector[(triton.cdiv(height, rows),)](
             x, weight, norm_weight, bias, up_weight, up_bias, residual, out, eps, height, weight.stride(0), stride_up,
             WIDTH=width, ROWS=rows, BLOCK=min(triton.next_power_of_2(width), _THREADS * 16 // x.element_size()),
-            num_warps=_THREADS // 32,
+            LINES=_lines(rows, width * x.element_size()), LINE=_LINE_BYTES // x.element_size(),
+            num_warps=_THREADS // 32, **options,
         )  # fmt: skip
         return out
     rows = _TILE_ROWS // len(weights)

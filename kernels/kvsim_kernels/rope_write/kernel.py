@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvsim_kernels.launch import early_launch
 from kvsim_kernels.rope_write.reference import check
 
 __all__ = ["rope_write"]
@@ -68,7 +69,11 @@ def _rope_write(
     VALUE_DIM: tl.constexpr,
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     dim = tl.arange(0, WIDTH)
     if cos is not None:
@@ -177,5 +182,6 @@ def rope_write(
         HALF=0 if cos is None else cos.shape[1] // 2,
         WIDTH=triton.next_power_of_2(max(dim, value.shape[2])),
         num_warps=1,
+        **early_launch(keys.device),
     )
     return out

@@ -5,7 +5,7 @@ import torch
 from kernel_cases import DEVICE, TYPES, error, normal
 from kvsim_kernels.linear import kernel as module
 from kvsim_kernels.linear import linear as reference
-from kvsim_kernels.linear.kernel import linear, split_count
+from kvsim_kernels.linear.kernel import _lines, linear, row_plan, split_count
 
 
 def inputs(batch, width, height, dtype=torch.float32):
@@ -60,8 +60,7 @@ def test_options(batch, options, dtype):
     ("batch", "width", "height", "splits"),
     [(1, 2500, 5, None), (1, 96, 131, None), (8, 576, 192, 4), (2, 1030, 33, 3), (16, 64, 130, None), (5, 700, 9, 2)],
 )
-def test_shapes(batch, width, height, splits, dtype, monkeypatch):
-    monkeypatch.setattr("kvsim_kernels.linear.kernel._FEW_ROWS", 100)
+def test_shapes(batch, width, height, splits, dtype):
     x, weight = inputs(batch, width, height, dtype)
     agrees(linear(x, weight, splits=splits), x, weight)
     gated = extras("norm_weight+bias+up_weight+up_bias+residual", batch, width, height, dtype)
@@ -136,6 +135,32 @@ class Launches:
     def __getitem__(self, grid):
         self.seen.append(self.name)
         return self.kernel[grid]
+
+
+def test_the_last_wave_of_programs_is_a_full_one(monkeypatch):
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    shapes = {
+        ("normed", 6144): (4, 6), ("plain", 4096): (4, 8), ("gated", 14336): (2, 5), ("normed", 128256): (4, 6),
+        ("normed", 4608): (2, 9), ("plain", 3584): (4, 7), ("gated", 18944): (2, 6), ("normed", 1024): (2, 8),
+    }  # fmt: skip
+    assert {shape: row_plan(shape[1], shape[0], None) for shape in shapes} == shapes
+
+
+@pytest.mark.parametrize("plan", [(1, None), (2, 9), (4, 8), (8, 3)])
+def test_plans_change_nothing_but_the_time(plan):
+    x, weight = inputs(1, 200, 70)
+    gated = extras("norm_weight+bias+up_weight+up_bias+residual", 1, 200, 70, torch.float32)
+    for options in ({}, gated):
+        found, other = (linear(x, weight, plan=one, **options) for one in (plan, (2, None)))
+        torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "lines"), [(4, 8192, 32), (2, 8192, 64), (4, 400, 2), (4, 128, 1), (2, 127, 0), (4, 1100, 8)]
+)
+def test_what_is_asked_for_early_lies_within_the_row(rows, row_bytes, lines):
+    assert _lines(rows, row_bytes) == lines
+    assert lines * 128 <= row_bytes
 
 
 def test_split_counts(monkeypatch):
