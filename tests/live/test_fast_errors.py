@@ -38,6 +38,7 @@ def prefix(llama):
         ("inertiakv-aux", "a rescue"),
         ("ema:0.8/score=rkv", "redundancy"),
         ("scissorhands:3", "pivotal scores"),
+        ("ema:0.8/admit=random:0.5,window=3/when=overflow", "the dual cache on the device does not evict"),
         ("ema:0.8/score=pivotal", "pivotal scores"),
     ],
 )

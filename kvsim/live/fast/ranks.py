@@ -322,7 +322,7 @@ def _cuts(plans: Items[Plan], prompts: Items[int], budgets: list[int], steps: in
     visible, cuts = list(prompts), dict[int, list[int]]()
     for t in range(1, steps + 1):
         seen = [held + 1 for held in visible]
-        visible = [plan.target(0, own) for plan, own in zip(plans, seen, strict=True)]
+        visible = [plan.target(0, own, t) for plan, own in zip(plans, seen, strict=True)]
         if visible != seen:
             cuts[t] = visible
     return cuts

@@ -104,7 +104,7 @@ def draw_up(policies: Items[Policy], prefixes: Items[Prefix], steps: int) -> tup
     if expanded.admit is not None:
         return _admitting(policies, prefixes, steps)
     if expanded.select is not None:
-        raise PolicyError(f"{policies[0]}: the fast form does not run select=; the plain engine can (engine 'plain')")
+        raise _refusal(policies[0], "select=")
     # Keys, and norms of values, are read where they lie, so the plan need not read them.
     vnorm = isinstance(expanded.score, VNorm)
     keys = _of_keys(expanded)
@@ -216,4 +216,8 @@ def _refuse(policy: Policy, plan: Plan) -> None:
     }
     for what, has in found.items():
         if has:
-            raise PolicyError(f"{policy}: the fast form does not run {what}; the plain engine can (engine 'plain')")
+            raise _refusal(policy, what)
+
+
+def _refusal(policy: Policy, what: str) -> PolicyError:
+    return PolicyError(f"{policy}: the fast form does not run {what}; the plain engine can (engine 'plain')")
