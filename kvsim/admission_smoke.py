@@ -13,7 +13,7 @@ from kvsim.admission_live import LiveTexts
 from kvsim.admission_quality import quality
 from kvsim.admission_replay import Recordings
 from kvsim.budget import Budget
-from kvsim.retrieval_heads import RetrievalHeads, save_heads
+from kvsim.retrieval_heads import save_heads
 from kvsim.write_gate import WriteGate, save_gate
 
 __all__ = ["smoke"]
@@ -55,7 +55,14 @@ def smoke(directory: Path) -> dict[str, Any]:
     ]  # fmt: skip
     gates = tuple(_gate(directory / f"gate{shift}.safetensors", rng, shift) for shift in (-1, 1))
     scores = rng.random((LAYERS, KV_HEADS))
-    save_heads(RetrievalHeads("tiny", scores, 0.5), directory / "heads.json")
+    heads = {
+        "model": "tiny",
+        "num_layers": LAYERS,
+        "num_kv_heads": KV_HEADS,
+        "scores": scores.tolist(),
+        "threshold": 0.5,
+    }
+    save_heads(heads, directory / "heads.json")
     return quality(
         Families(gates, str(directory / "heads.json"), window=8, sink=4, seed=0, longest=LENGTH),
         [0.05, 0.3, 0.5],

@@ -12,19 +12,20 @@ identified with; further keys are left alone. ``kvsim duo-heads`` writes such fi
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from kvsim_traces.files import os_reason, write_whole
 
-from kvsim.errors import PolicyError
+from kvsim.errors import KvsimError, PolicyError
 from kvsim.plan import FloatArray
 from kvsim.shares import share_of
 
-__all__ = ["RetrievalHeads", "load_heads"]
+__all__ = ["RetrievalHeads", "load_heads", "save_heads"]
 
 _MAX_BYTES = 2**24
 _SEEN = {"window": 1, "sink": 0}
@@ -90,6 +91,23 @@ class RetrievalHeads:
         marks = np.zeros(own.size, dtype=np.bool_)
         marks[np.argsort(-own, axis=None, kind="stable")[: share_of(share, own.size)]] = True
         return marks.reshape(own.shape)
+
+
+def save_heads(heads: Mapping[str, Any], out: Path) -> None:
+    """Write what a file of retrieval heads says, as in the module's description, to a new file.
+
+    Raises
+    ------
+    KvsimError
+        If it exists or cannot be written.
+    """
+    if out.exists():
+        raise KvsimError(f"{out}: exists already; name a new file")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, [json.dumps(heads, indent=1, allow_nan=False).encode() + b"\n"])
+    except OSError as error:
+        raise KvsimError(f"{out}: cannot write the heads ({os_reason(error)})") from error
 
 
 def load_heads(path: str | Path) -> RetrievalHeads:

@@ -25,12 +25,13 @@ import torch
 from kvsim.bench import gpu_facts, machine
 from kvsim.errors import KvsimError
 from kvsim.gating.data import Samples
-from kvsim.gating.duo import Passage, find_heads, passages, write_heads
+from kvsim.gating.duo import Passage, find_heads, passages
 from kvsim.gating.duo_settings import DuoSettings
 from kvsim.gating.run import lines, load_samples
 from kvsim.gating.settings import Settings
 from kvsim.gating.sweep import frontier_lines, sweep
 from kvsim.gating.train import train
+from kvsim.retrieval_heads import save_heads
 
 PENALTIES = (0.02, 0.08, 0.32, 1.28)
 WITHOUT_WINDOW = (0.08,)
@@ -153,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
         start = time.perf_counter()
         duo = replace(duo, attention=settings.attention, checkpointing=settings.checkpointing)
         heads = find_heads(model, questions, duo)
-        write_heads(heads, options.out / "heads.json")
+        save_heads(heads, options.out / "heads.json")
         scores = np.array(heads["scores"])
         found["duo"] = {**asdict(duo), "seconds": time.perf_counter() - start, "mean": float(scores.mean())}
         print(f"heads: alphas {scores.min():.3f} to {scores.max():.3f}, mean {scores.mean():.3f}")

@@ -58,8 +58,9 @@ def duo_heads(
     if out.exists():
         raise KvsimError(f"--out {out}: exists already; name a new file")
 
-    from kvsim.gating.duo import find_heads, passages, write_heads
+    from kvsim.gating.duo import find_heads, passages
     from kvsim.gating.run import check_device
+    from kvsim.retrieval_heads import save_heads
 
     check_device(device)
     silent = quiet or as_json
@@ -67,7 +68,7 @@ def duo_heads(
     texts = passages(tokenizer, settings)
     with progress_bar(f"finding heads of {Path(model).name}", quiet=silent) as advance:
         found = find_heads(network, texts, settings, progress=lambda done, total, _: advance(done, total))
-    write_heads(found, out)
+    save_heads(found, out)
     if as_json:
         print_json({"file": str(out), **found})
         return

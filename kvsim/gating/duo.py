@@ -17,17 +17,14 @@ The heads are written as JSON::
 full attention; who uses them takes the heads from ``threshold`` on, or a share of the highest.
 """
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from kvsim_traces.facts import model_facts
-from kvsim_traces.files import os_reason, write_whole
 
 from kvsim.errors import KvsimError
 from kvsim.gating.attention import Attention, attention_form
@@ -37,7 +34,7 @@ from kvsim.gating.watcher import Shape, frozen, hidden_states, shape_of
 from kvsim.live.attention import Call
 from kvsim.tasks import find_task
 
-__all__ = ["FORMAT", "Passage", "find_heads", "passages", "write_heads"]
+__all__ = ["FORMAT", "Passage", "find_heads", "passages"]
 
 FORMAT = 1
 THRESHOLD = 0.5
@@ -186,20 +183,3 @@ def find_heads(
         "window": settings.window,
         "training": {**asdict(settings), **history},
     }
-
-
-def write_heads(heads: dict[str, Any], out: Path) -> None:
-    """Write what `find_heads` gave to a new file.
-
-    Raises
-    ------
-    KvsimError
-        If it exists or cannot be written.
-    """
-    if out.exists():
-        raise KvsimError(f"--out {out}: exists already; name a new file")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, [json.dumps(heads, indent=1, allow_nan=False).encode() + b"\n"])
-    except OSError as error:
-        raise KvsimError(f"{out}: cannot write the heads ({os_reason(error)})") from error

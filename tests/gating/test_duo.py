@@ -10,10 +10,11 @@ from token_texts import byte_level
 
 from kvsim import KvsimError
 from kvsim.gating.attention import plain_write_gated
-from kvsim.gating.duo import Passage, _Mixed, find_heads, passages, write_heads
+from kvsim.gating.duo import Passage, _Mixed, find_heads, passages
 from kvsim.gating.duo_settings import DuoSettings
 from kvsim.gating.watcher import frozen, hidden_states, shape_of
 from kvsim.live.attention import Call
+from kvsim.retrieval_heads import save_heads
 
 SMALL = DuoSettings(sink=2, window=4, steps=20, samples=2, length=900, task="niah_single_1", learning_rate=0.1)
 
@@ -94,7 +95,7 @@ def test_layers_that_slide_have_no_alphas():
 def test_the_file(model, tmp_path):
     out = tmp_path / "new" / "heads.json"
     found = find_heads(model, prompts(), replace(SMALL, steps=2))
-    write_heads(found, out)
+    save_heads(found, out)
     held = json.loads(out.read_text())
     assert held == json.loads(json.dumps(found))
     counts = {"num_layers", "num_kv_heads", "sink", "window"}
@@ -102,7 +103,7 @@ def test_the_file(model, tmp_path):
     assert (held["format"], held["num_layers"], held["num_kv_heads"]) == (1, 2, 2)
     assert (held["sink"], held["window"], held["threshold"]) == (2, 4, 0.5)
     with pytest.raises(KvsimError, match="exists already"):
-        write_heads(found, out)
+        save_heads(found, out)
 
 
 def test_questions_end_with_their_answers():

@@ -19,7 +19,7 @@ from kvsim.budget import Budget
 from kvsim.errors import KvsimError
 from kvsim.policies.full import Full
 from kvsim.policy import Policy
-from kvsim.retrieval_heads import RetrievalHeads, save_heads
+from kvsim.retrieval_heads import save_heads
 from kvsim.size_match import match_size
 
 LLAMA = {**MODEL, "config": {"model_type": "llama", "rope_theta": 1e4}}
@@ -39,7 +39,9 @@ def recordings(folder):
 @pytest.fixture(scope="module")
 def families(folder):
     gates = [random_gate(folder / f"g{seed}.safetensors", [0, 1], 2, 8, window=8, seed=seed) for seed in (1, 2)]
-    save_heads(RetrievalHeads("m", np.array([[0.3, 0.9], [0.1, 0.4]]), 0.5), folder / "heads.json")
+    scores = [[0.3, 0.9], [0.1, 0.4]]
+    heads = {"model": "m", "num_layers": 2, "num_kv_heads": 2, "scores": scores, "threshold": 0.5}
+    save_heads(heads, folder / "heads.json")
     return Families(tuple(gates), str(folder / "heads.json"), window=8, sink=4, seed=0, longest=242)
 
 

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from gates import gate_for
 from recording import VOCAB, tiny
@@ -13,7 +12,7 @@ from kvsim.admission_families import Families
 from kvsim.admission_live import LiveTexts
 from kvsim.errors import KvsimError
 from kvsim.live import prefill
-from kvsim.retrieval_heads import RetrievalHeads, save_heads
+from kvsim.retrieval_heads import save_heads
 
 TEXTS = [[(5 * i * i + 3 * i + shift) % VOCAB for i in range(length)] for shift, length in ((1, 40), (2, 40), (3, 34))]
 
@@ -22,7 +21,9 @@ TEXTS = [[(5 * i * i + 3 * i + shift) % VOCAB for i in range(length)] for shift,
 def places(tmp_path_factory):
     folder, model = tmp_path_factory.mktemp("live"), tiny("llama-gqa3")
     gate = gate_for(prefill(model, [0]), folder / "gate.safetensors")
-    save_heads(RetrievalHeads("tiny", np.arange(6.0).reshape(3, 2), 4), folder / "heads.json")
+    scores = [[0, 1], [2, 3], [4, 5]]
+    heads = {"model": "tiny", "num_layers": 3, "num_kv_heads": 2, "scores": scores, "threshold": 4}
+    save_heads(heads, folder / "heads.json")
     return LiveTexts(model, TEXTS, 20), Families((gate,), str(folder / "heads.json"), 4, 2, 0, 40, 0.02)
 
 
