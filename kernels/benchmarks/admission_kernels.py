@@ -47,7 +47,7 @@ TILINGS = {
     "split 128x128": Tiling(split=True, columns=128, stages=2),
     "split 128x128, 3 stages": Tiling(split=True, columns=128, stages=3),
     "split 256x64": Tiling(split=True, rows=256, stages=2),
-    "split 128x64, two at once": Tiling(split=True, stages=2, registers=128),
+    "split 128x64": Tiling(split=True),
     "split 128x32, two at once": Tiling(split=True, columns=32, registers=128),
     "split 64x128, 4 warps": Tiling(split=True, rows=64, columns=128, warps=4, stages=2),
     "specialised 128x128": Tiling(split=True, specialize=True, columns=128, warps=4, stages=2),

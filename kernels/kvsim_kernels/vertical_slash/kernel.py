@@ -24,6 +24,7 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _LANES = 256
 _EDGE = 64
+_REST = 128
 
 
 @dataclass(frozen=True)
@@ -241,9 +242,10 @@ def _attend_whole(
 
     With a single loop, and all that is loaded coming through descriptors, warps can be specialised on Hopper as well.
     """
-    tile, head = tiles - 1 - tl.program_id(0), tl.program_id(1)
+    # The tiles with most keys come first, those of the heads that read the same keys side by side.
+    tile, head = tiles - 1 - tl.program_id(0) // GROUP, tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
     q = query_rows.load([head, tile * ROWS, 0]).reshape([ROWS, WIDTH])
-    bounds += ((head // GROUP).to(tl.int64) * tiles + tile) * 3
+    bounds += (tl.program_id(1).to(tl.int64) * tiles + tile) * 3
     begin, whole = tl.load(bounds), tl.load(bounds + 1)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -297,12 +299,12 @@ def _attend(
 ):
     """Attend with a tile of queries; `RESUME` takes up what `_attend_whole` left in `output` and `lse`."""
     SPAN: tl.constexpr = ROWS // PACK
-    # The tiles with most keys come first, and those of one KV head side by side.
-    tile, bundle = tiles - 1 - tl.program_id(0), tl.program_id(1)
-    kv_head = ((bundle * PACK) // GROUP).to(tl.int64)
+    BUNDLES: tl.constexpr = GROUP // PACK
+    # The tiles with most keys come first, those of the heads that read the same keys side by side.
+    tile, kv_head = tiles - 1 - tl.program_id(0) // BUNDLES, tl.program_id(1).to(tl.int64)
     lane, dim = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     row = tile * SPAN + lane // PACK
-    head = (bundle * PACK + lane % PACK).to(tl.int64)
+    head = kv_head * GROUP + tl.program_id(0) % BUNDLES * PACK + lane % PACK
     # Where the width is the dimension the compiler drops the mask.
     is_row, is_dim = row < length, dim < DIM
     known = is_row[:, None] & is_dim[None, :]
@@ -421,8 +423,9 @@ def vertical_slash(
     if len(admitted.starts) != key.shape[0] + 1 or admitted.keys.shape[-1] != dim:
         raise ValueError(f"what {len(admitted.starts) - 1} KV heads admit does not fit {key.shape[0]} of d={dim}")
     tiling = default_tiling(query.dtype, dim) if tiling is None else tiling
-    pack = min(group & -group, max(1, tiling.rows // 8)) if tiling.pack else 1
-    span = tiling.rows // pack
+    tile = min(tiling.rows, _REST) if tiling.split else tiling.rows
+    pack = min(group & -group, max(1, tile // 8)) if tiling.pack else 1
+    span = tile // pack
     step = tiling.rows if tiling.split else span
     if chunk is not None and (chunk < 1 or chunk % step):
         raise ValueError(f"chunk={chunk} must be a multiple of {step}, the queries of a tile")
@@ -442,17 +445,17 @@ def vertical_slash(
     more = {} if tiling.registers is None else {"maxnreg": tiling.registers}
     if split:
         bounds = _find_bounds(admitted, length, window, chunk, tiling.rows, tiling.rows, tiling.columns)
-        _attend_whole[(bounds.shape[1], heads)](
+        _attend_whole[(bounds.shape[1] * group, heads // group)](
             TensorDescriptor.from_tensor(query, [1, tiling.rows, width]), *rows, bounds, out, lse, factor, softcap,
             length, bounds.shape[1], ROWS=tiling.rows, STAGES=tiling.stages, SPECIALIZE=tiling.specialize,
             num_warps=tiling.warps, **options, **more,
         )  # fmt: skip
         more = {}
     bounds = _find_bounds(admitted, length, window, chunk, span, tiling.rows if split else span, tiling.columns)
-    _attend[(bounds.shape[1], heads // pack)](
+    _attend[(bounds.shape[1] * (group // pack), heads // group)](
         query, key, value, *rows, admitted.keys, admitted.values, admitted.positions, bounds, out, lse, factor, softcap,
         window, length, bounds.shape[1], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-        RESUME=split, PACK=pack, ROWS=tiling.rows, EDGE=min(tiling.columns, _EDGE), STAGES=tiling.stages,
-        num_warps=tiling.rows // 16 if split else tiling.warps, **options, **more,
+        RESUME=split, PACK=pack, ROWS=tile, EDGE=min(tiling.columns, _EDGE), STAGES=tiling.stages,
+        num_warps=tile // 16 if split else tiling.warps, **options, **more,
     )  # fmt: skip
     return Attended(out, lse) if return_lse and lse is not None else out
