@@ -106,7 +106,11 @@ def flex_write_gated(
 
     mask = _causal(query.shape[2], str(query.device))
     options = {"score_mod": score_mod, "block_mask": mask, "scale": scaling, "enable_gqa": group > 1}
-    function = _compiled() if query.device.type == "cuda" else flex_attention
+    function = flex_attention
+    if query.device.type == "cuda":
+        function = _compiled()
+        # The kernel for few queries refuses groups of 3 heads.
+        options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         # Tracing looks at .grad of the captured gates, which are no leaves.

@@ -85,6 +85,16 @@ def test_the_first_loss_is_nought_and_that_of_answers_alone(model):
         assert find_heads(model, prompts(), settings)["scores"] == find_heads(model, prompts(), SMALL)["scores"]
 
 
+def test_the_loss_is_the_squared_distance_at_what_predicts_the_answer(model):
+    found = find_heads(model, [Passage(PROMPT, 15)], replace(SMALL, steps=2))
+    # Nothing but the penalty has a gradient at first, and AdamW's first step is as long as its rate.
+    with torch.no_grad():
+        full, own = hidden_states(model, torch.tensor([PROMPT])), mixed(model, [[0.9, 0.9]] * 2)
+    want = (own - full)[0, 15:-1].square().sum(dim=-1).mean()
+    assert found["training"]["alphas"][0] == pytest.approx(0.9)
+    assert found["training"]["distill"][1] == pytest.approx(float(want), rel=1e-3)
+
+
 def test_layers_that_slide_have_no_alphas():
     found = find_heads(tiny("gemma3"), prompts(), replace(SMALL, steps=2))
     assert found["layers"] == [1]
