@@ -18,6 +18,7 @@ from kvsim.live.admitted import admitted_attention
 from kvsim.live.attention import Call
 from kvsim.live.keepers import keeper_of
 from kvsim.live.prefix import cache_argument, run_prompt
+from kvsim.write_gate import load_gate
 
 L0 = len(PROMPT)
 STEPS = 9
@@ -76,6 +77,29 @@ def test_decode_after_prefill_equals_one_masked_pass(llama, gate, text):
         leaves = max(0, position + window - L0)
         gone = np.where(marks[:, position] | (position + window > L0 + STEPS), -1, leaves)
         assert np.array_equal(run.evicted_at[:, position], gone), position
+
+
+@pytest.mark.parametrize("name", ["llama-gqa3", "qwen3"])
+def test_gates_are_those_of_the_keys_before_and_after_the_rotation(name, tmp_path):
+    """Against the file's own NumPy form, on the keys that the model hands to its rotation, and against a replay."""
+    model = tiny(name)
+    file = gate_for(prefill(model, [0]), tmp_path / "gate.safetensors", tau=0.5, window=4)
+    taken = []
+    modules = [getattr(layer.self_attn, "k_norm", layer.self_attn.k_proj) for layer in model.model.layers]
+    hooks = [module.register_forward_hook(lambda module, given, out: taken.append(out)) for module in modules]
+    policy = policy_of("wgkv:GATE", file)
+    prefix = prefill(model, PROMPT, keeper=keeper_of(model, policy))
+    for hook in hooks:
+        hook.remove()
+    before = np.stack([out.view(L0, 2, 16).transpose(0, 1).numpy() for out in taken[-3:]])
+    after = np.stack([layer.keys.numpy() for layer in prefix.layers])
+    wanted = load_gate(file).score(before, after).reshape(6, L0)
+    assert np.abs(prefix.admitted.scores - wanted).max() < 1e-5
+    assert np.array_equal(prefix.admitted.admitted, wanted >= np.float32(0.5))
+    (run,) = decode(model, [prefix], policy, **OPTIONS)
+    replayed = policy.plan(run.sequence.trace).admission
+    assert np.array_equal(replayed.admitted[:, : L0 + STEPS], run.sequence.plan.admission.admitted)
+    assert np.abs(replayed.scores - run.sequence.plan.admission.scores).max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "llama-gqa1"])
