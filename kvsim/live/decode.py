@@ -104,7 +104,8 @@ def decode(
     model : PreTrainedModel
         The model that ran the prefills.
     prefixes : sequence of Prefix
-        The prompts, from `kvsim.live.prefill`; they may differ in length, and one may stand for several rows.
+        The prompts, from `kvsim.live.prefill`, or from `prefill_under` where policies admit; they may differ in
+        length, and one may stand for several rows.
     policies : sequence of Policy or str, or one of them
         One for each prompt, or one for all.
     steps : int
@@ -128,7 +129,8 @@ def decode(
         Called with (steps done, steps in all).
     engine : {"plain", "triton"}
         ``triton`` runs one policy for all rows (they may differ in budget) in kernels on a CUDA GPU, a CUDA graph a
-        step, and always removes what is evicted; see `kvsim.live.fast`. It refuses policies that it does not know.
+        step, and always removes what is evicted; see `kvsim.live.fast`, and `kvsim.live.dual` for policies that admit.
+        It refuses policies that it does not know.
     attention : {"triton", "sdpa", "flash_attn"}, optional
         Who computes a step's output with engine ``triton``: its own kernel by default, PyTorch's SDPA, or flash-attn-4.
         The latter two give no scores: scored steps read the keys a second time, in a kernel of our own.

@@ -226,7 +226,16 @@ def test_a_batch_may_mix_admission_with_a_full_cache(llama, gate):
 
 
 @pytest.mark.parametrize(
-    "head", ["ema:0.8", "h2o", "snapkv:6/when=every", "streaming:1", "cumulative/when=overflow:30%"]
+    "head",
+    [
+        "ema:0.8",
+        "h2o",
+        "snapkv:6/when=every",
+        "streaming:1",
+        "cumulative/when=overflow:30%",
+        "snapkv:6,heads=max,kernel=5/when=overflow:10%",
+        "keydiff/when=every",
+    ],
 )
 @pytest.mark.parametrize("text", ["wgkv:GATE,window=3", "random:0.6,window=2"])
 def test_eviction_after_admission(llama, gate, head, text):

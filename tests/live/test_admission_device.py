@@ -118,6 +118,10 @@ def test_a_full_pool_says_so_and_loses_nothing(name, tmp_path):
                 except PoolFullError as error:
                     failures.append(str(error))
                     assert f"after step {session.done} of {steps}; nothing is lost" in failures[-1]
+                    with pytest.raises(PoolFullError, match="give it more pages"):
+                        session.step()
+                    with pytest.raises(KvsimError, match="a larger one has more than that"):
+                        session.grow(session.pool.pages)
                     session.grow(session.pool.pages + 1)
         assert session.pool.pages <= most
         for row, run in enumerate(plain):

@@ -86,6 +86,7 @@ class DualSession(Session):
         self.gates = torch.zeros(depth, steps + 1, batch * kv_heads, device=device)
         self._full = torch.zeros(steps + 1, depth, dtype=torch.int32, device=device)
         self._skipped: set[int] = set()
+        self._is_stuck = False
         if any(layer.info.sliding_window is not None for layer in prefixes[0].layers):
             # What a windowed layer's ring has overwritten cannot be undone.
             self.read_back = 1
@@ -164,7 +165,15 @@ class DualSession(Session):
         return self.pool.undo()
 
     def step(self) -> None:
-        """See `Session.step`."""
+        """See `Session.step`.
+
+        Raises
+        ------
+        PoolFullError
+            If the pool was found full and has not grown.
+        """
+        if self._is_stuck:
+            raise PoolFullError("the pool is full; give it more pages (grow) before the next step")
         super().step()
         self._skipped.clear()
 
@@ -188,6 +197,7 @@ class DualSession(Session):
     def grow(self, pages: int) -> None:
         """Go on in a pool of so many pages, larger than the one there is."""
         self.pool = self.pool.enlarged(pages)
+        self._is_stuck = False
         self._graphs.clear()
         self._warm.clear()
 
@@ -196,7 +206,7 @@ class DualSession(Session):
         step, place = (int(index) for index in (self._full > 0).nonzero()[0])
         back = self.done - (step - 1)
         self.done = step - 1
-        self._skipped = set(range(place))
+        self._skipped, self._is_stuck = set(range(place)), True
         self.clock.last -= back
         self.clock.at -= back
         self.tokens.copy_(self.history[step])
