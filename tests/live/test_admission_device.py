@@ -129,7 +129,8 @@ def test_a_full_pool_says_so_and_loses_nothing(name, tmp_path):
                 assert float((logits[t][row] - run.logits[t - 1]).abs().max()) < 1e-4, t
             session.adopt(row, steps)
             assert np.array_equal(session.sequences[row].evicted_at, run.sequence.evicted_at)
-    assert len(failures) > 1
+    # Gemma 3's one layer without a window has fewer rows to open pages for.
+    assert len(failures) >= (1 if name == "gemma3" else 2)
     with pytest.raises(KvsimError, match=r"the pool of .* pages is full after step"):
         decode_fast(model, prefixes, [policy], steps=steps, forced=forced, pool_pages=least, fused=False)
 
