@@ -1,16 +1,8 @@
-"""Kernels run on a GPU where there is one, and in Triton's interpreter elsewhere."""
-
-import os
+"""What every test of a kernel needs."""
 
 import numpy as np
 import pytest
 import torch
-
-# Triton reads this when it is imported.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-# Triton 3.9 warns where this is not said.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,0 @@
-"""Triton kernels run on a GPU where there is one, and in Triton's interpreter elsewhere."""
-
-import os
-from pathlib import Path
-
-# Triton reads this when it is imported, which Transformers does.
-if not Path("/dev/nvidiactl").exists():
-    os.environ["TRITON_INTERPRET"] = "1"
