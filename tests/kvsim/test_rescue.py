@@ -61,3 +61,12 @@ def test_every_protected_and_rescued_position_must_fit(trace):
 
 def test_the_auxiliary_variant_says_what_it_is():
     assert str(kvsim.parse("inertiakv-aux").expand()) == "rescue:0.8,10/protect=sink:4+recent:10%"
+
+
+@pytest.mark.parametrize("engine", ["reference", "cpu"])
+@pytest.mark.parametrize("percent", [70, 100])
+def test_what_is_rescued_outlasts_a_batch_that_would_take_more(trace, engine, percent):
+    result = kvsim.replay(trace, f"rescue:0.2,40/protect=recent:1/when=overflow:{percent}%", budget=20, engine=engine)
+    first = result.retained(1)
+    assert len(first) == 9, "8 rescued and the newest, where the batch alone would leave fewer"
+    assert set(first[:-1]) <= set(result.retained(STEPS))

@@ -180,6 +180,15 @@ def _rescue(peak, count, pos, n, n_sink, n_recent, keys, scratch, drop, rank, gu
 
 
 @numba.njit(cache=True, nogil=True)
+def _held(pos, n, n_sink, n_recent, guarded):
+    """Count the positions that no eviction takes: guarded or protected ones."""
+    held = 0
+    for j in range(n):
+        held += guarded[pos[j]] or pos[j] < n_sink or pos[j] > pos[n - 1] - n_recent
+    return held
+
+
+@numba.njit(cache=True, nogil=True)
 def _ranked(m, pos, n, pool, n_sink, n_recent, mix, sums, guarded, rank, repeated):
     """Give what eviction compares: the state, pooled, less redundancy, guarded positions above all."""
     pooled = _pooled(m, n, pool, rank)
@@ -406,6 +415,8 @@ def replay_group(
         if ranks and not rescued and n > stay:
             _rescue(peak, rescue, pos, n, n_sink, n_recent, keys, scratch, drop, rank, guarded)
             rescued = True
+        if ranks and guarded.size > 0:
+            stay = max(stay, _held(pos, n, n_sink, n_recent, guarded))
         ranked = m
         if ranks:
             for j in range(included if units.size else n, n):
