@@ -30,7 +30,7 @@ def admit_into(plan: Plan, admission: Admission) -> Plan:
         raise PolicyError(
             f"{plan.policy}: a budget of {plan.budgets[worst]} tokens ({plan.groups.label(worst)}) does not hold "
             f"{most} recent ones{beside}; the local window of {window} counts within the budget and is never evicted, "
-            f"so raise the budget to {sink + most} or make the window smaller"
+            f"so raise the budget to {min(sink + most, positions)} or make the window smaller"
         )
     plan = replace(plan, admission=admission, n_recent=recent)
     if plan.rescue is not None:

@@ -22,6 +22,8 @@ __all__ = ["LAYOUTS", "PAGE_SIZE", "Layout", "Paging", "paginate"]
 PAGE_SIZE = 16
 """Slots of a page (WG-KV 4.1)."""
 
+_MOST = 2**31
+
 Layout = Literal["append", "compact"]
 LAYOUTS: tuple[Layout, ...] = ("append", "compact")
 """``append``: a token stays in the slot that it was written to, in order of position (under admission in order of
@@ -107,6 +109,8 @@ def paginate(
     steps = positions - prompt_length
     if page_size < 1 or window < 0:
         raise KvsimError(f"page size must be at least 1 and window at least 0, got {page_size} and {window}")
+    if max(page_size, window) > _MOST:
+        raise KvsimError(f"page size and window must be at most {_MOST} tokens, got {page_size} and {window}")
     if not 0 < prompt_length <= positions or (positions and int(gone.max()) > steps):
         raise KvsimError(f"evicted_at of {positions} positions and {prompt_length} of the prompt goes to step {steps}")
     if admitted is None:

@@ -22,12 +22,14 @@ import numpy.typing as npt
 from kvsim_traces.files import os_reason, write_whole
 
 from kvsim.errors import KvsimError, PolicyError
+from kvsim.inputs import regular_size
 from kvsim.plan import FloatArray
 from kvsim.shares import share_of
 
 __all__ = ["RetrievalHeads", "load_heads", "save_heads"]
 
 _MAX_BYTES = 2**24
+_MOST = 10**6
 _SEEN = {"window": 1, "sink": 0}
 
 
@@ -119,12 +121,11 @@ def load_heads(path: str | Path) -> RetrievalHeads:
         If it is missing, too large, no such file, or its parts do not fit each other; the message names it.
     """
     hint = "retrieval heads are a JSON file from 'kvsim duo-heads'"
+    size = regular_size(path, hint)
+    if size > _MAX_BYTES:
+        raise PolicyError(f"{path}: has {size} bytes, retrieval heads at most {_MAX_BYTES}; {hint}")
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise PolicyError(f"{path}: has more than {_MAX_BYTES} bytes; {hint}")
-        found = json.loads(data)
+        found = json.loads(Path(path).read_bytes(), object_pairs_hook=_once)
     except OSError as error:
         raise PolicyError(f"{path}: {error.strerror or 'cannot be read'}; {hint}") from None
     except (ValueError, RecursionError) as error:
@@ -132,6 +133,8 @@ def load_heads(path: str | Path) -> RetrievalHeads:
     if not isinstance(found, dict):
         raise PolicyError(f"{path}: is not a JSON object; {hint}")
     layers, heads = (_count(path, found, name, 1) for name in ("num_layers", "num_kv_heads"))
+    if layers * heads > _MOST:
+        raise PolicyError(f"{path}: {layers} layers of {heads} KV heads are more than {_MOST} heads; {hint}")
     window, sink = (_count(path, found, name, least) if name in found else None for name, least in _SEEN.items())
     model = found.get("model")
     if not isinstance(model, str):
@@ -146,10 +149,20 @@ def load_heads(path: str | Path) -> RetrievalHeads:
     return RetrievalHeads(model, _table(path, found["scores"], layers, heads), float(threshold), window, sink)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a key that is given twice: one of the two would be left out without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r:.80} is given twice")
+    return found
+
+
 def _count(path: str | Path, found: dict[str, Any], name: str, least: int) -> int:
     value = found.get(name)
-    if type(value) is not int or not least <= value <= 10**6:
-        raise PolicyError(f"{path}: {name!r} must be a whole number of at least {least}, got {value!r:.80}")
+    if type(value) is not int or not least <= value <= _MOST:
+        bound = f"at most {_MOST}" if type(value) is int and value > _MOST else f"at least {least}"
+        raise PolicyError(f"{path}: {name!r} must be a whole number of {bound}, got {value!r:.80}")
     return value
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvsim.errors import KvsimError, PolicyError
+from kvsim.inputs import regular_size
 from kvsim.plan import FloatArray
 from kvsim.version import __version__
 
@@ -27,6 +28,7 @@ _FORMAT = "1"
 _NAMES = ("w1", "b1", "w2", "b2")
 _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
 _MAX_BYTES = 2**30
+_MOST = 10**18
 _CHUNK = 4096
 
 
@@ -250,10 +252,10 @@ def load_gate(path: str | Path) -> WriteGate:
     import safetensors
 
     hint = "a gate is a safetensors file from 'kvsim train-gate'"
+    size = regular_size(path, hint)
+    if size > _MAX_BYTES:
+        raise PolicyError(f"{path}: has {size} bytes, a gate at most {_MAX_BYTES}; {hint}")
     try:
-        size = Path(path).stat().st_size
-        if size > _MAX_BYTES:
-            raise PolicyError(f"{path}: has {size} bytes, a gate at most {_MAX_BYTES}; {hint}")
         with safetensors.safe_open(str(path), framework="numpy") as file:
             metadata, held = file.metadata() or {}, set(file.keys())
         if metadata.get("kind") != _KIND:
@@ -266,8 +268,7 @@ def load_gate(path: str | Path) -> WriteGate:
         deserialize: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
         parts = {name: part for name, part in deserialize(Path(path).read_bytes()) if name in _NAMES}
     except (OSError, safetensors.SafetensorError, TypeError) as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        raise PolicyError(f"{path}: {reason}; {hint}") from None
+        raise PolicyError(f"{path}: cannot be read ({error}); {hint}") from None
     tensors = {name: _array(name, part, path) for name, part in parts.items()}
     gate = _described(metadata, tensors, path)
     _check(gate, tensors, path)
@@ -340,6 +341,8 @@ def _check(gate: WriteGate, tensors: Mapping[str, npt.NDArray[np.float32]], path
     for name, value in (("window", gate.window), ("num_kv_heads", gate.num_kv_heads), ("head_dim", gate.head_dim)):
         if value < 1:
             raise PolicyError(f"{path}: {name} must be at least 1, got {value}")
+        if value >= _MOST:
+            raise PolicyError(f"{path}: {name} must have at most 18 digits, got {value}")
     for name, number in (("tau", gate.tau), ("lambda", gate.penalty), ("rms_eps", gate.rms_eps)):
         if not 0 <= number < math.inf:
             raise PolicyError(f"{path}: {name} must be at least 0 and finite, got {number}")

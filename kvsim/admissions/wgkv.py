@@ -52,6 +52,7 @@ class Wgkv(Admit):
         else:
             scores = gate_scores(trace, gate, layers, self.file)
         scores = scores.reshape(context.groups.count, -1)
-        tau = np.float32(gate.tau if self.tau is None else self.tau)
+        # No gate is above 1, and float32 ends before float64 does.
+        tau = np.float32(min(2.0, gate.tau if self.tau is None else self.tau))
         window = gate.window if self.window is None else self.window
         return Admission(window, scores >= tau, scores.astype(np.float64))

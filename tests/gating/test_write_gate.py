@@ -156,7 +156,7 @@ def test_what_is_no_gate_is_refused_by_name(tmp_path):
 
     with pytest.raises(PolicyError, match="none: no such file; a gate is a safetensors file from 'kvsim train-gate'"):
         load_gate(tmp_path / "none")
-    with pytest.raises(PolicyError, match="cannot be read"):
+    with pytest.raises(PolicyError, match="is not a regular file"):
         load_gate(tmp_path)
     huge = json.dumps({"w1": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
     for junk in (b"", data[:100], data[:-1], b"\xff" * 64, b"PK\x03\x04" + data, struct.pack("<Q", len(huge)) + huge):
@@ -182,6 +182,7 @@ def test_what_is_no_gate_is_refused_by_name(tmp_path):
         refused("its metadata's '(layers|" + name + ")' is wrong: ", metadata={**metadata, name: wrong})
     for name, wrong, message in (
         ("window", "0", "window must be at least 1, got 0"),
+        ("window", "9" * 19, "window must have at most 18 digits"),
         ("tau", "nan", "tau must be at least 0 and finite, got nan"),
         ("lambda", "-1", "lambda must be at least 0 and finite, got -1.0"),
         ("layers", "[2, 0]", r"layers must ascend from 0 or more, got \[2, 0\]"),

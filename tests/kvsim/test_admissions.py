@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
@@ -271,6 +272,10 @@ def test_duo_admits_everything_in_retrieval_heads(trace, tmp_path):
         ("[]", "is not a JSON object"),
         ({"num_layers": 0}, "'num_layers' must be a whole number of at least 1, got 0"),
         ({"num_kv_heads": True}, "'num_kv_heads' must be a whole number of at least 1, got True"),
+        ({"num_layers": 10**6, "num_kv_heads": 10**6, "retrieval": []}, "1000000 KV heads are more than 1000000 heads"),
+        ({"window": 10**9}, "'window' must be a whole number of at most 1000000, got 1000000000"),
+        ('{"model": "m", "retrieval": [[0, 0]], "retrieval": []}', r"is not JSON \('retrieval' is given twice\)"),
+        (" " * (2**24 + 1), "heads.json: has 16777217 bytes, retrieval heads at most 16777216"),
         ({"window": 0}, "'window' must be a whole number of at least 1, got 0"),
         ({"model": 7}, "'model' must be the model's name"),
         ({"retrieval": None}, r"'retrieval' must list \[layer, KV head\] below \[3, 2\], got None"),
@@ -289,6 +294,25 @@ def test_a_bad_file_of_heads_is_an_error_that_names_it(trace, tmp_path, data, me
     path.write_text(data if isinstance(data, str) else json.dumps(known | data))
     with pytest.raises(kvsim.PolicyError, match=f"{path}: .*{message}"):
         kvsim.replay(trace, f"full/admit=duo:{path}")
+
+
+@pytest.mark.parametrize("kind", ["duo", "wgkv"])
+def test_a_file_that_is_none_is_an_error_and_no_wait(trace, tmp_path, kind):
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in (
+        (tmp_path / "pipe", "is not a regular file"),
+        (tmp_path, "is not a regular file"),
+        (tmp_path / "none", "no such file"),
+        ("\0", "cannot be read .*null"),
+    ):
+        with pytest.raises(kvsim.PolicyError, match=message):
+            kvsim.replay(trace, f"full/admit={kind}:{path}")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_threshold_beyond_float32_admits_nothing(trace):
+    nothing = kvsim.replay(trace, named("full/admit=wgkv:{gate},tau=1e300", trace))
+    assert nothing.admitted == 0
 
 
 def test_random_extends_and_follows_its_seed(trace, tmp_path):

@@ -150,6 +150,8 @@ def test_random_histories_are_those_of_a_plain_simulation(layout, window):
     ("gone", "options", "message"),
     [
         ([0, 0, 0], {"page_size": 0}, "page size must be at least 1"),
+        ([0, 0, 0], {"page_size": 10**30}, "page size and window must be at most 2147483648 tokens"),
+        ([-1, -1, -1], {"window": 10**18 - 1}, "must be at most 2147483648 tokens, got 16 and 999999999999999999"),
         ([0, 0, 0], {"window": -1}, "window at least 0"),
         ([0, 0, 0], {"layout": "heap"}, "unknown layout 'heap' (valid: append, compact)"),
         ([0, 9, -1], {}, "goes to step 1"),
