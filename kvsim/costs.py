@@ -27,6 +27,7 @@ from kvsim.errors import KvsimError, unknown_name
 __all__ = ["HARDWARE", "SHAPES", "Cost", "Hardware", "Shape", "causal_pairs", "decode_cost", "prefill_cost"]
 
 MOST = 2**40
+_FASTEST = 1e30
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class Hardware:
             found = cls(text, float(first), float(second))
         except ValueError:
             raise KvsimError(f"hardware is a name or two numbers BANDWIDTH,FLOPS a second, got {text!r}") from None
-        if not all(0 < value < np.inf for value in (found.bandwidth, found.flops)):
-            raise KvsimError(f"hardware {text!r}: bandwidth and operations a second must be above 0 and finite")
+        if not all(1 <= value <= _FASTEST for value in (found.bandwidth, found.flops)):
+            raise KvsimError(f"hardware {text!r}: bandwidth and operations a second must be in 1..{_FASTEST:g}")
         return found
 
 

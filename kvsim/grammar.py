@@ -21,8 +21,8 @@ _ESCAPES = {"%": "%25", ",": "%2C", "+": "%2B", "=": "%3D"}
 
 
 def format_float(value: float) -> str:
-    """Give the shortest text that parses back to `value`: 0.80 is ``0.8``, 1.0 is ``1``."""
-    text = repr(float(value))
+    """Give the shortest text that parses back to `value`: 0.80 is ``0.8``, 1.0 is ``1``, -0.0 is ``0``."""
+    text = repr(float(value) + 0.0)
     return text.removesuffix(".0")
 
 

@@ -83,7 +83,7 @@ def test_a_recordings_configuration_is_a_shape():
 def test_hardware_is_a_name_or_two_numbers():
     assert Hardware.read("h200") is H200
     assert Hardware.read("3e12,7e14").flops == 7e14
-    for text in ("tpu", "1,x", "0,1", "nan,1", "1,inf", "1,2,3"):
+    for text in ("tpu", "1,x", "0,1", "nan,1", "1,inf", "5e-324,1", "1,1e31", "1,2,3"):
         with pytest.raises(KvsimError, match="hardware"):
             Hardware.read(text)
     assert Cost.on(H200, 4.23e12, 0).seconds == 1

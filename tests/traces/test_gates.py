@@ -20,6 +20,9 @@ from kvsim_traces import (
     verify_trace,
 )
 from kvsim_traces import gates as gates_module
+from kvsim_traces.files import write_json
+from kvsim_traces.reader import read_manifest
+from kvsim_traces.writer import group_metadata
 from making import EVERYTHING, PRE, Recording, files_of
 
 RECORDING = Recording(prompt=30, steps=20)
@@ -191,6 +194,18 @@ def test_killed_at_any_moment_the_trace_is_readable(path, monkeypatch, had, at):
         want = {"one": RECORDING.gates, "two": 1 - RECORDING.gates}[trace.manifest.gate["hash"]]
         np.testing.assert_array_equal(trace.gates(), want)
     store_gates(path, lambda trace: RECORDING.gates, name="g", digest="three")
+    assert verify_trace(path).ok
+
+
+def test_repair_removes_gates_that_no_manifest_lists(path):
+    listed = read_manifest(path)
+    store_gates(path, lambda trace: RECORDING.gates, name="g", digest="one")
+    write_json(path / "zarr.json", group_metadata(listed))
+    assert verify_trace(path).problems == [
+        f"{path / 'gates'}: is left over from an interrupted write; repair removes it"
+    ]
+    report = repair_trace(path)
+    assert (report.ok, report.actions) == (True, [f"removed {path / 'gates'}"])
     assert verify_trace(path).ok
 
 

@@ -1,6 +1,7 @@
 """Verifying a trace, and finishing or mending one that a killed writer or a bad disk left behind."""
 
 import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -129,7 +130,8 @@ def verify_trace(path: str | Path, *, progress: Progress | None = None) -> Verif
         except TraceError as error:
             return VerifyReport(directory, [*problems, str(error)])
         problems += [damage.message for damage in found.damage]
-        problems += [f"{one}: is left over from an interrupted write; repair removes it" for one in found.leftovers]
+        left = [*found.leftovers, *found.orphans]
+        problems += [f"{one}: is left over from an interrupted write; repair removes it" for one in left]
         problems += [f"{one}: holds only uncommitted steps; repair removes it" for one in found.surplus]
         problems += [f"{one}: is not part of a trace" for one in found.unknown]
         problems += [f"{one}: {_BLOCKS}" for one in found.blocking]
@@ -214,6 +216,9 @@ def _repair(directory: Path, manifest: Manifest, found: Scan, truncate: bool) ->
     if cut:
         actions += _finish(directory, manifest, found, shapes, keep, notes)
     actions += _remove(surplus)
+    for one in found.orphans:
+        shutil.rmtree(one)
+        actions.append(f"removed {one}")
     return RepairReport(directory, actions, unknown, keep)
 
 

@@ -47,6 +47,8 @@ class Scan:
         Files a killed writer left aside.
     surplus : list of Path
         Pieces that hold only uncommitted steps.
+    orphans : list of Path
+        Directories of arrays that a killed `store_gates` moved in before the manifest listed them.
     unknown : list of Path
         Anything a trace does not have.
     blocking : list of Path
@@ -60,6 +62,7 @@ class Scan:
     damage: list[Damage]
     leftovers: list[Path]
     surplus: list[Path]
+    orphans: list[Path]
     unknown: list[Path]
     blocking: list[Path]
     arrays: dict[str, StoredArray]
@@ -88,7 +91,7 @@ def scan_trace(path: Path, manifest: Manifest, progress: Progress | None = None)
     TraceError
         If the directory cannot be listed.
     """
-    result = Scan([], [], [], [], [], {}, 0)
+    result = Scan([], [], [], [], [], [], {}, 0)
     try:
         names = sorted(os.listdir(path))
     except OSError as error:
@@ -96,6 +99,8 @@ def scan_trace(path: Path, manifest: Manifest, progress: Progress | None = None)
     for name in names:
         if name == METADATA_NAME + ASIDE_SUFFIX:
             result.leftovers.append(path / name)
+        elif name == "gates" and name not in manifest.arrays and path_kind(path / name, follow=False) == "directory":
+            result.orphans.append(path / name)
         elif name != METADATA_NAME and name not in manifest.arrays:
             result.unknown.append(path / name)
     for name in manifest.arrays:
