@@ -47,18 +47,35 @@ def pooled_targets(plan: Plan) -> npt.NDArray[np.int64]:
     """
     admission, prompt = plan.admission, plan.m0.shape[1]
     assert admission is not None
-    floor = plan.n_sink + plan.n_recent + (0 if plan.rescue is None else plan.rescue)
     outside = max(0, prompt - admission.window)
     # Resolved during prefill: all before the window of the prompt's last query.
     held = admission.admitted[:, :outside].sum(axis=1) + (prompt - outside)
+    rescue = np.zeros_like(plan.budgets) if plan.rescue is None else plan.rescue
+    guarded, began = rescue, np.zeros(rescue.shape, dtype=np.bool_)
     targets = np.empty((plan.groups.count, plan.evicts.size), dtype=np.int64)
     total = int(plan.budgets.sum())
     for t, evicts in enumerate(plan.evicts):
         held = held + (t > 0)
-        while evicts and held.sum() > total:
-            held = np.maximum(np.minimum(held, floor), held - np.maximum(1, (plan.batch * held).astype(np.int64)))
+        if evicts and held.sum() > total:
+            kept, before = _protected(plan, admission, prompt + t), held
+            # A head rescues at its first eviction, what is there by then.
+            guarded = np.where(began, guarded, np.minimum(rescue, held - kept))
+            while held.sum() > total:
+                drop = np.maximum(1, (plan.batch * held).astype(np.int64))
+                held = np.maximum(np.minimum(held, kept + guarded), held - drop)
+            began |= held < before
         targets[:, t] = held
         place = admission.leaving(prompt, t)
         if place >= 0:
             held = held - ~admission.admitted[:, place]
     return targets
+
+
+def _protected(plan: Plan, admission: Admission, count: int) -> npt.NDArray[np.int64]:
+    """Count the protected positions that each head still has of the first `count`, [G]: they are never evicted."""
+    sink, recent = min(count, int(plan.n_sink.max())), max(0, count - int(plan.n_recent.max()))
+    place = np.append(np.arange(min(sink, recent)), np.arange(recent, count))
+    marks = (place < plan.n_sink[:, None]) | (place >= count - plan.n_recent[:, None])
+    marks &= admission.admitted[:, place] | (place >= count - admission.window)
+    found: npt.NDArray[np.int64] = marks.sum(axis=1)
+    return found

@@ -140,6 +140,26 @@ def test_a_pooled_trigger_bounds_the_sum(trace):
     assert result.triggers < alone.triggers, "what was never admitted need not be evicted"
 
 
+@pytest.mark.parametrize("engine", CPU_ENGINES)
+@pytest.mark.parametrize("head", ["ema:0.8/protect=sink:3+recent:8", "rescue:0.5,30/protect=recent:6"])
+def test_a_pooled_trigger_spares_only_what_is_still_there_to_protect(trace, engine, head):
+    """Sinks and recent positions that were never admitted do not stand in for others."""
+    result = kvsim.replay(trace, f"{head}/when=overflow:40%/admit=random:0.4,seed=2,window=2", budget=11, engine=engine)
+    plan, fell = result.plan, 0
+    for g in range(6):
+        guard = None
+        for t in range(1, 15):
+            seen, left = visible(result, t, g), plan.targets[g, t]
+            if left == len(seen):
+                continue
+            fell, p = fell + 1, 35 + t
+            free = [i for i in seen if i >= plan.n_sink[g] and i <= p - plan.n_recent[g]]
+            if guard is None:
+                guard = 0 if plan.rescue is None else min(len(free), int(plan.rescue[g]))
+            assert left == len(seen) - min(max(1, int(0.4 * len(seen))), len(free) - guard)
+    assert fell > 6
+
+
 def test_summary_numbers(trace):
     result = kvsim.replay(trace, "single/admit=random:0.4,window=3", budget=9)
     sizes = [[len(visible(result, t, g)) for t in range(1, 15)] for g in range(6)]

@@ -55,6 +55,7 @@ def test_every_head_and_scorer_is_in_the_case_list():
         ("h2o/protect=sink:0", "h2o/protect=sink:0"),
         ("random", "random:0"),
         ("ema:-0.0", "ema:0"),
+        ("full/admit=random:-0.0", "full/admit=random:0"),
         ("h2o/protect=recent:050%", "h2o"),
         ("ema/protect=recent:0%", "ema:0.8"),
     ],
