@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 from kvsim_traces.manifest import LayerInfo
-from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvsim.live.prefix import Prefix, PrefixLayer, cache_argument, config_of
@@ -34,7 +43,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Shapes of the models, as their configs give them."""
 
-_KINDS = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen2": (Qwen2ForCausalLM, Qwen2Config)}
+_KINDS = {
+    "llama": (LlamaForCausalLM, LlamaConfig),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+}
 _scores: dict[str, Any] = {"on": False, "state": None}
 
 

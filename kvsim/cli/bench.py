@@ -310,6 +310,54 @@ def live(
         raise typer.Exit(1)
 
 
+@app.command()
+def admission(
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="llama-3.1-8b or qwen3-4b; repeatable; both.")
+    ] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(metavar="TOKENS", help="Prompt length; repeatable; 100000, 200000, 400000.")
+    ] = None,
+    part: Annotated[list[str] | None, typer.Option(metavar="NAME", help="attention or run; repeatable; both.")] = None,
+    whole: Annotated[
+        list[int] | None, typer.Option(metavar="TOKENS", help="A length whose prefills are not composed; repeatable.")
+    ] = None,
+    sparsity: Annotated[float, typer.Option(help="Share of the positions that is not admitted.")] = 0.75,
+    window: Annotated[int, typer.Option(help="Recent tokens that every query sees.")] = 256,
+    tiling: Annotated[
+        str | None, typer.Option(metavar="NAME=NUMBER,...", help="How vertical-slash attention cuts its work.")
+    ] = None,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Say how long it would take, and end.")] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes on the CPU, in Triton's interpreter.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time prefill and decode of whole models under admission beside full attention on a GPU, and their memory.
+
+    Models have random weights; nothing is downloaded. Write gates run in full, and a random mask decides in their
+    place. Lengths without --whole are composed: a layer's attention times the layers, all else as measured.
+
+    Example: kvsim bench admission --model llama-3.1-8b --length 400000 --whole 400000 --json > admission.json
+    """
+    need_torch("kvsim bench admission", "live")
+
+    from kvsim import bench_admission as module
+
+    report = module.from_options(
+        models=model, lengths=length, parts=part, whole=whole, sparsity=sparsity, window=window, tiling=tiling,
+        only_estimate=estimate, is_smoke=smoke,
+        progress=(lambda line: None) if quiet or as_json else lambda line: say(line, to=stderr),
+    )  # fmt: skip
+    if report is None:
+        return
+    if as_json:
+        print_json(report)
+    else:
+        say("\n".join(module.lines(report)))
+    if report["wrong"]:
+        raise typer.Exit(1)
+
+
 def _without_budget(policy: str) -> str:
     return str(dataclasses.replace(parse(policy), budget=None))
 
