@@ -175,7 +175,7 @@ def _timed(session: Session, setting: Setting, limit: float | None = None) -> di
 
 def _kernels(session: Session) -> dict[str, float]:
     """Sum up a step's kernels by part, in milliseconds."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(PROFILED):
             session.step()
@@ -185,5 +185,5 @@ def _kernels(session: Session) -> dict[str, float]:
         if event.device_type == torch.autograd.DeviceType.CPU:
             continue
         own = next((part for part, words in KERNELS.items() if any(word in event.name for word in words)), "other")
-        found[own] += event.device_time_total / 1e3 / PROFILED
+        found[own] += event.time_range.elapsed_us() / 1e3 / PROFILED
     return found

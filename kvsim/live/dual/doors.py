@@ -4,7 +4,7 @@ from collections.abc import Sequence as Items
 from typing import Protocol
 
 import torch
-from kvsim_kernels.write_gate.kernel import write_gate
+from kvsim_kernels.write_gate_step.kernel import write_gate_step
 
 from kvsim.live.gatekeeper import FixedKeeper, GateKeeper, Gatekeeper
 
@@ -43,13 +43,8 @@ class _GateDoor:
 
     def gates(self, place: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """See `Door.gates`."""
-        cos, sin = (table[positions - self.first].unsqueeze(1) for table in self._tables[place])
-        half = cos.shape[-1]
-        wide = keys.float()
-        first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-        before = torch.cat([first * cos + second * sin, second * cos - first * sin, rest], dim=-1)
-        by_head = (part.transpose(0, 1) for part in (before, wide))
-        return write_gate(*by_head, *self._parts[place], eps=self._eps).t().reshape(-1)
+        cos, sin = self._tables[place]
+        return write_gate_step(keys, cos, sin, positions, *self._parts[place], first_position=self.first, eps=self._eps)
 
 
 class _FixedDoor:
