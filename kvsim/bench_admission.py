@@ -7,8 +7,8 @@ weights and tokens, bfloat16, one sequence; gates run in full, and a random mask
 
 What is measured, for each model and length:
 
-- *Attention of one layer* on random queries, keys and values: vertical-slash, and dense causal attention by
-  FlashAttention-2 and cuDNN (PyTorch's) and flash-attn-4 where it is installed; medians.
+- *Attention of one layer* on random queries, keys and values: vertical-slash, the gathering of admitted keys included,
+  and dense causal attention by FlashAttention-2 and cuDNN (PyTorch's) and flash-attn-4 where it is installed; medians.
 - *Runs*, one over a full cache and one over the dual cache: a prefill of all layers and then decode steps in the cache
   that it left. Of the whole run the peak of allocated memory is taken, weights and both phases included. Decode steps
   are whole steps in CUDA graphs: medians. The full cache is decoded by our split-K kernel, PyTorch's SDPA and
@@ -68,7 +68,9 @@ def bench_admission(
     setting: Setting = USUAL,
     shapes: dict[str, dict[str, Any]] = SHAPES,
     check: bool = True,
+    seconds: float = 480.0,
     progress: Callable[[str], None] | None = None,
+    save: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Measure models under admission beside full attention; the module says what, and what is composed.
 
@@ -86,8 +88,12 @@ def bench_admission(
         Configs of the models.
     check : bool
         First compare with the plain form and with references.
+    seconds : float
+        No model and length is started after this time.
     progress : callable, optional
         Called with a line about each thing done.
+    save : callable, optional
+        Called with the report after each model and length.
 
     Returns
     -------
@@ -127,13 +133,18 @@ def bench_admission(
             report["rows"].append(row)
             if "error" in made:
                 row["error"] = made["error"]
+            elif time.monotonic() - start > seconds:
+                row["error"] = f"not started: {seconds:g} seconds are over"
             else:
                 measure(row, made["model"], parts, length in whole, setting, Shape.of_config(shapes[name], name))
             say("\n".join(row_lines(row)))
+            reached = GOAL_LENGTH if setting.on_gpu else max(lengths)
+            report["goals"] = [aim for own in models for aim in goals(report["rows"], own, reached)]
+            report["seconds"] = round(time.monotonic() - start, 1)
+            if save is not None:
+                save(report)
         made.clear()
         free()
-        report["goals"] += goals(report["rows"], name, GOAL_LENGTH if setting.on_gpu else max(lengths))
-    report["seconds"] = round(time.monotonic() - start, 1)
     return report
 
 
@@ -209,7 +220,9 @@ def from_options(
     only_estimate: bool,
     is_smoke: bool,
     check: bool = True,
+    seconds: float = 480.0,
     progress: Callable[[str], None],
+    save: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any] | None:
     """Run what a command line asks for, after saying how long it will take; None where only that was asked.
 
@@ -233,17 +246,18 @@ def from_options(
             if name not in known:
                 raise unknown_name(kind, name, known)
     setting = replace(USUAL, admitted=1 - sparsity, window=window, tiling=tiling_of(tiling))
-    seconds = estimate_seconds(
+    expected = estimate_seconds(
         [Shape.of_config(SHAPES[name], name) for name in models], lengths, parts, whole, setting
     )  # fmt: skip
-    said = f"about {seconds / 60:.1f} minutes of an H200, checks and compilation included"
+    said = f"about {expected / 60:.1f} minutes of an H200, checks and compilation included"
     if only_estimate:
         print(said)
         return None
     progress(said)
     return bench_admission(
-        models=models, lengths=lengths, parts=parts, whole=whole, setting=setting, check=check, progress=progress
-    )
+        models=models, lengths=lengths, parts=parts, whole=whole, setting=setting, check=check, seconds=seconds,
+        progress=progress, save=save,
+    )  # fmt: skip
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -258,15 +272,22 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--sparsity", type=float, default=0.75)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--tiling", metavar="NAME=NUMBER,...", help="of vertical-slash attention")
+    parser.add_argument("--seconds", type=float, default=480.0, help="nothing is started after this time")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--estimate", action="store_true", help="say how long it would take, and end")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, in Triton's interpreter")
     given = parser.parse_args(words)
+
+    def save(report: dict[str, Any]) -> None:
+        if given.out is not None:
+            given.out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+
     try:
         report = from_options(
             models=given.model, lengths=given.length, parts=given.part, whole=given.whole, sparsity=given.sparsity,
             window=given.window, tiling=given.tiling, only_estimate=given.estimate, is_smoke=given.smoke,
-            check=not given.no_check, progress=lambda line: print(line, file=sys.stderr, flush=True),
+            check=not given.no_check, seconds=given.seconds, save=save,
+            progress=lambda line: print(line, file=sys.stderr, flush=True),
         )  # fmt: skip
     except KvsimError as error:
         print(f"kvsim: error: {error}", file=sys.stderr)
@@ -274,8 +295,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if report is None:
         return 0
     print("\n".join(lines(report)))
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    save(report)
     return 1 if report["wrong"] else 0
 
 

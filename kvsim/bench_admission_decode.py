@@ -169,7 +169,10 @@ def _timed(session: Session, setting: Setting, limit: float | None = None) -> di
         }  # fmt: skip
         if setting.on_gpu:
             row["peak_bytes"] = torch.cuda.max_memory_allocated()
-            row["kernels"] = _kernels(session)
+            try:
+                row["kernels"] = _kernels(session)
+            except RuntimeError as error:
+                row["kernels_error"] = " ".join(str(error).split())[:200]
         return row
 
 

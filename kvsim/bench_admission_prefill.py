@@ -26,7 +26,7 @@ from kvsim.live.prefix import PrefixLayer
 
 __all__ = ["PARTS", "Clock", "DualCache", "FullCache", "prefill"]
 
-PARTS = ("allocation", "projections", "gate", "gather", "attention", "pool", "output and MLP", "head")
+PARTS = ("allocation", "projections", "gate", "attention", "pool", "output and MLP", "head")
 
 
 class Clock:
@@ -177,10 +177,13 @@ class DualCache:
             self._gates[:, chunk] = self._marks[:, chunk]
 
     def attend(self, layer: int, clock: Clock) -> torch.Tensor:
-        """See `Cache.attend`; the output takes the place of the queries where one launch reads and writes a tile."""
-        with clock.part("gather"):
-            admitted = gather_admitted(self._keys, self._values, self._marks)
+        """See `Cache.attend`; gathering is part of it.
+
+        The output takes the place of the queries where one launch reads and writes a tile.
+        """
         with clock.part("attention"):
+            with clock.part("gather"):
+                admitted = gather_admitted(self._keys, self._values, self._marks)
             out = None if self._tiling is not None and self._tiling.split else self.query
             found = vertical_slash(
                 self.query, self._keys, self._values, admitted, window=self.window, tiling=self._tiling, out=out

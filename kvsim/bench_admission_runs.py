@@ -82,6 +82,8 @@ def _run(model: Any, length: int, kind: str, keeper: GateKeeper, is_whole: bool,
         "parts_ms": {part: sum(spans) for part in PARTS if (spans := clock.spans(part)) and part != "attention"},
         "cache_bytes": _cache_bytes(cache),
     }  # fmt: skip
+    if kind == "dual":
+        row["gather_ms"] = clock.spans("gather")
     cache.let_go()
     words = tokens.tolist()
     row["decode"] = tried(decode_times, model, cache, words, setting, keeper)
@@ -109,11 +111,17 @@ def _attention(length: int, shape: Shape, setting: Setting, skip: dict[str, Any]
                 key, value = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (key, value))
             if name == OURS:
                 (mask,) = drawn_masks(1, shape.kv_heads, length, setting.kept(length), setting.device)
-                admitted, query = gather_admitted(key, value, mask), query.contiguous()
-                return {"ms": _median(
-                    lambda: vertical_slash(query, key, value, admitted, window=setting.window, tiling=setting.tiling),
-                    setting,
-                )}  # fmt: skip
+                query = query.contiguous()
+
+                def ours() -> torch.Tensor:
+                    admitted = gather_admitted(key, value, mask)
+                    found = vertical_slash(
+                        query, key, value, admitted, window=setting.window, tiling=setting.tiling
+                    )  # fmt: skip
+                    assert isinstance(found, torch.Tensor)
+                    return found
+
+                return {"ms": _median(ours, setting)}
             attend = dense_attention(name)
             few = min(length, 4096)
             attend(query[:, :few], key[:, :few], value[:, :few])
@@ -140,9 +148,12 @@ def _compose(row: dict[str, Any], layers: int, measured: Sequence[str]) -> None:
         if "error" in run or not isinstance(ms, float):
             continue
         attention = sum(run["attention_ms"]) if name in measured else layers * ms
+        parts = {"attention": attention, **run["parts_ms"]}
+        if name == OURS:
+            parts["gather (in attention)"] = layers * statistics.median(run["gather_ms"])
         row["prefill"][name] = {
             "ms": run["rest_ms"] + attention, "composed": name not in measured,
-            "parts": {"attention": attention, **run["parts_ms"]},
+            "parts": parts,
         }  # fmt: skip
     ours = row["prefill"].get(OURS)
     if ours is not None:

@@ -327,6 +327,7 @@ def admission(
     tiling: Annotated[
         str | None, typer.Option(metavar="NAME=NUMBER,...", help="How vertical-slash attention cuts its work.")
     ] = None,
+    seconds: Annotated[float, typer.Option(help="Nothing is started after this time.")] = 480.0,
     estimate: Annotated[bool, typer.Option("--estimate", help="Say how long it would take, and end.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Tiny sizes on the CPU, in Triton's interpreter.")] = False,
     as_json: AsJson = False,
@@ -345,7 +346,7 @@ def admission(
 
     report = module.from_options(
         models=model, lengths=length, parts=part, whole=whole, sparsity=sparsity, window=window, tiling=tiling,
-        only_estimate=estimate, is_smoke=smoke,
+        only_estimate=estimate, is_smoke=smoke, seconds=seconds,
         progress=(lambda line: None) if quiet or as_json else lambda line: say(line, to=stderr),
     )  # fmt: skip
     if report is None:

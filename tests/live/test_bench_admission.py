@@ -43,8 +43,10 @@ def test_smoke(report):
             assert own["composed"] == (row is composed)
             assert own["ms"] == pytest.approx(run["rest_ms"] + layers)
             assert own["parts"]["attention"] == pytest.approx(layers)
+            assert own["ms"] >= sum(own["parts"].values()) - own["parts"].get("gather (in attention)", 0)
         assert set(row["prefill"][OURS]["parts"]) == {
-            "attention", "allocation", "projections", "gate", "gather", "pool", "output and MLP", "head"
+            "attention", "allocation", "projections", "gate", "gather (in attention)", "pool", "output and MLP",
+            "head",
         }  # fmt: skip
         full, dual = (row["runs"][cache]["decode"] for cache in ("full", "dual"))
         assert full["visible"] == row["length"] + TINY.all_steps
@@ -93,6 +95,15 @@ def test_out_of_memory_is_a_row(monkeypatch):
     text = "\n".join(lines({"machine": {}, "window": 8, "admitted": 0.25, "rows": [row], "goals": [], "wrong": []}))
     assert "full cache: out of memory" in text
     assert "decode, dual cache: out of memory" in text
+
+
+def test_what_there_is_no_time_for_is_said_and_each_row_is_saved():
+    saved = []
+    given = {"models": ["tiny"], "lengths": (24, 16), "setting": TINY, "shapes": SMOKE, "check": False}
+    report = bench.bench_admission(**given, seconds=0, save=lambda now: saved.append(len(now["rows"])))
+    assert [row["error"] for row in report["rows"]] == ["not started: 0 seconds are over"] * 2
+    assert saved == [1, 2]
+    assert {aim["met"] for aim in report["goals"]} == {None}
 
 
 def test_goals():
