@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsim.bench import machine
+from kvsim.bench import machine, peak_memory_mib
 from kvsim.errors import KvsimError
 from kvsim.oracles.prices import price
 from kvsim.oracles.problem import Builder, Problem
@@ -97,7 +96,7 @@ def measure(prompt: int, steps: int) -> dict[str, Any]:
         "gap": float(f"{history[-1][1]:.3g}"),
         "gap_over_time": [[round(s, 2), float(f"{gap:.3g}")] for s, gap in [*history[:-1:10], history[-1]]],
         "gains_mib": problem.mass.nbytes // 2**20,
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "peak_memory_mib": peak_memory_mib(),
     }
 
 

@@ -48,6 +48,9 @@ CALLS: dict[str, list[list[str]]] = {
     "alpha": [[], ["--h", "0"], ["--h", "1000", "--smoothed"]],
     "diff": [["ema:0.8", "single"], ["ema:0.8", "cumulative", "random:1", "--shadow"]],
     "floor": [["--policy", "knorm", "--policy", "ema:0.8", "--policy", "full", "--seeds", "3"], ["--policy", "single"]],
+    "footprint": [
+        [*"--policy ema:0.8 --shape smollm2-135m".split(), *layout] for layout in ([], ["--layout", "compact"])
+    ],
     "oracle": [
         ["--policy", "ema:0.8", "--policy", "tova", "--policy", "full", "--policy", "random:1", "--seeds", "2"],
         ["--policy", "ema:0.8", "--policy", "oracle:future", "--method", "exact", "--seeds", "1"],

@@ -229,8 +229,6 @@ def _accept(plan: Plan) -> None:
         "pooled states": plan.pool > 1,
         "when=overflow": plan.batch > 0,
         "a rescue": plan.rescue is not None,
-        "an admission": plan.admission is not None,
-        "a selection": plan.selection is not None,
         "redundancy": score.redundancy is not None,
         "scores of other things than attention": score.kind != "attention" and bool(plan.scored.any()),
         "weights of the attention": score.weight is not None or score.entropy or score.pivotal or score.signed,
