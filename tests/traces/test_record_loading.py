@@ -87,6 +87,13 @@ def test_unknown_type(folder):
         load_model(folder, dtype="nonsense")
 
 
+def test_a_device_that_is_not_there(folder):
+    for device in ["nonsense", "xpu:99"] + ["cuda"] * (not torch.cuda.is_available()):
+        with pytest.raises(TraceError, match=f"device: '{device}' is not there") as caught:
+            load_model(folder, device=device)
+        assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("place", ["file", "directory"])
 def test_gguf(tmp_path, place):
     pytest.importorskip("gguf", reason="writes a GGUF file")

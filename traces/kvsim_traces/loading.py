@@ -64,6 +64,19 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
+def _place(device: torch.device | str | None) -> torch.device:
+    """Give the device that is meant, if this PyTorch and this machine have it."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        found = str(error).strip().partition("\n")[0]
+        raise TraceError(f"device: {str(device)!r} is not there ({found}); leave it out for what there is") from None
+    return place
+
+
 def load_model(
     path: str | Path,
     *,
@@ -93,10 +106,10 @@ def load_model(
     Raises
     ------
     TraceError
-        When the path is no model, or transformers cannot load it. Nothing is ever downloaded.
+        When the path is no model, transformers cannot load it, or there is no such device. Nothing is ever downloaded.
     """
     path, folder, source = _source(path)
-    place = torch.device(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = _place(device)
     if dtype is None:
         dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     elif isinstance(dtype, str):
