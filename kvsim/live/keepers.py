@@ -8,13 +8,14 @@ import numpy.typing as npt
 
 from kvsim.admissions.wgkv import Wgkv
 from kvsim.context import Context
+from kvsim.errors import PolicyError
 from kvsim.live.gate import Unrotated
 from kvsim.live.gatekeeper import FixedKeeper, GateKeeper, Gatekeeper
 from kvsim.live.prefix import Prefix, prefill
 from kvsim.live.run_trace import RunTrace
 from kvsim.live.sequence import admission_name, live_policy
 from kvsim.plan import Groups
-from kvsim.policy import Policy
+from kvsim.policy import Policy, parse
 from kvsim.protect import Protect
 from kvsim.rope import rope_of_config
 from kvsim.scorers.attention import Attention
@@ -58,6 +59,11 @@ def keeper_of(
     kv_heads, _, dim = probe.layers[0].keys.shape
     if isinstance(admit, Wgkv):
         gate = load_gate(admit.file)
+        depth = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+        if gate.layers[-1] >= depth:
+            raise PolicyError(
+                f"{name}: the gate is for a model with a layer {gate.layers[-1]}, the model has {depth} layers from 0"
+            )
         unrotated = [
             Unrotated(rope_of_config(_decoder_config(model), probe.layers[place].info.type, dim)) for place in places
         ]
@@ -95,9 +101,27 @@ def keepers_of(
     return [known[admission_name(policy)] for policy in policies]
 
 
-def prefill_under(model: Any, tokens: list[int], policies: Items[Policy]) -> list[Prefix]:
-    """Read a prompt under each policy's admission; policies of one admission share a prefix."""
-    keepers = keepers_of(model, policies)
+def prefill_under(model: Any, tokens: list[int], policies: Items[Policy | str]) -> list[Prefix]:
+    """Read a prompt under each policy's admission; policies of one admission share a prefix.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    tokens : list of int
+        The prompt.
+    policies : list of Policy or str
+
+    Returns
+    -------
+    list of Prefix
+        One for each policy, for `kvsim.live.decode`.
+
+    Raises
+    ------
+    PolicyError, KvsimError
+        As `keeper_of` and `prefill`.
+    """
+    keepers = keepers_of(model, [parse(one) if isinstance(one, str) else one for one in policies])
     found: dict[str | None, Prefix] = {}
     for keeper in keepers:
         name = None if keeper is None else keeper.name

@@ -275,5 +275,16 @@ def test_errors(llama, gate):
         prefill_under(llama, PROMPT, [policy_of("oracle:0.5", gate)])
     with pytest.raises(KvsimError, match="the gate is for 2 KV heads of dimension 16, the model has 6"):
         prefill_under(tiny("llama-gqa1"), PROMPT, [policy_of("wgkv:GATE", gate)])
+    with pytest.raises(KvsimError, match="the gate is for a model with a layer 2, the model has 2 layers"):
+        prefill_under(tiny("llama-gqa3", num_hidden_layers=2), PROMPT, [policy_of("wgkv:GATE", gate)])
     with pytest.raises(KvsimError, match="has no gate for layer 3"):
         prefill_under(tiny("llama-gqa3", num_hidden_layers=4), PROMPT, [policy_of("wgkv:GATE", gate)])
+
+
+def test_prompts_are_read_under_policies_as_text(llama, gate):
+    policies = [policy_of("local:window=4,sink=2", gate), kvsim.parse("ema:0.8")]
+    texts = [str(policy) for policy in policies]
+    runs = decode(llama, prefill_under(llama, PROMPT, texts), texts, budget=8, **OPTIONS)
+    wanted = decode(llama, prefill_under(llama, PROMPT, policies), policies, budget=8, **OPTIONS)
+    for own, other in zip(runs, wanted, strict=True):
+        np.testing.assert_array_equal(own.evicted_at, other.evicted_at)
