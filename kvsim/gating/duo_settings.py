@@ -52,6 +52,11 @@ class DuoSettings:
         for name in ("penalty", "sink", "seed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise KvsimError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
+        if self.sink + self.window >= self.length:
+            raise KvsimError(
+                f"a sink of {self.sink} and a window of {self.window} see all of a sample of {self.length} tokens, so "
+                "no heads can be told apart; make them smaller or length larger"
+            )
         if not 0 < self.learning_rate < math.inf:
             raise KvsimError(f"learning_rate must be above 0 and finite, got {self.learning_rate}")
         if self.attention not in FORMS:

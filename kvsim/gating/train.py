@@ -203,6 +203,11 @@ def _facts(model: Any, samples: Samples, settings: Settings) -> dict[str, Any]:
 
 def _check(model: Any, samples: Samples, held_out: Samples, settings: Settings) -> None:
     """Say what does not fit before anything runs."""
+    if settings.window >= settings.length:
+        raise KvsimError(
+            f"no key leaves a window of {settings.window} in a sample of {settings.length} tokens, so gates have "
+            "nothing to learn; make window smaller or length larger"
+        )
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     for name, part in (("samples", samples), ("held_out", held_out)):
         if part.ndim != 2 or part.shape[1] != settings.length or not len(part):

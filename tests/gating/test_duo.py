@@ -147,6 +147,7 @@ def test_the_rate_rises_and_falls():
     [
         ({"window": 0}, "window must be at least 1, got 0"),
         ({"sink": -1}, "sink must be at least 0"),
+        ({"window": SMALL.length - SMALL.sink}, f"see all of a sample of {SMALL.length} tokens"),
         ({"learning_rate": 0}, "learning_rate must be above 0"),
         ({"attention": "x"}, "attention must be one of auto, plain, flex"),
     ],

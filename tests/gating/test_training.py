@@ -199,6 +199,8 @@ def test_what_does_not_fit_is_refused(model):
             train(model, samples_, held_out, SMALL)
     with pytest.raises(KvsimError, match="length 200: the model takes at most 128 tokens"):
         train(model, samples(2, 200), samples(1, 200), replace(SMALL, length=200))
+    with pytest.raises(KvsimError, match="no key leaves a window of 24 in a sample of 24 tokens"):
+        train(model, samples(2), samples(1), replace(SMALL, window=24))
     with pytest.raises(KvsimError, match="attention 'flex' trains on a CUDA GPU only"):
         train(model, samples(2), samples(1), replace(SMALL, attention="flex"))
 
