@@ -21,7 +21,7 @@ from kvsim.errors import KvsimError
 from kvsim.live.decode import check_forced, decode, known_logits
 from kvsim.live.gatekeeper import Gatekeeper
 from kvsim.live.keepers import keepers_of
-from kvsim.live.prefix import prefill, run_prompt
+from kvsim.live.prefix import check_numbers, prefill, run_prompt
 from kvsim.paired import paired
 from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget
@@ -105,7 +105,7 @@ def text_losses(
     Raises
     ------
     KvsimError
-        If a text is not longer than its prompt, or a policy cannot run live.
+        If a text is not longer than its prompt, a policy cannot run live, or the model gives NaN.
     """
     chosen = choose_budget(compression_ratio, budget)
     parsed = [(parse(one) if isinstance(one, str) else one).with_budget(chosen) for one in policies]
@@ -138,6 +138,7 @@ def _passed(model: Any, tokens: list[int], prompt: int, policy: Policy, keeper: 
     count = len(tokens) - prompt
     outputs, watcher = run_prompt(model, tokens[:-1], keeper, logits=count)
     logits = outputs.logits[0, -count:]
+    check_numbers(logits, "text")
     targets = torch.tensor(tokens[prompt:], device=logits.device)
     total = 0.0
     for start in range(0, len(targets), _CHUNK):

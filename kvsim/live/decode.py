@@ -14,7 +14,7 @@ from kvsim_traces.decoding import choose
 
 from kvsim.errors import KvsimError, unknown_name
 from kvsim.live.cache import KVSimCache
-from kvsim.live.prefix import Prefix, cache_argument
+from kvsim.live.prefix import Prefix, cache_argument, check_numbers
 from kvsim.live.sequence import Sequence
 from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget
@@ -144,7 +144,7 @@ def decode(
     ------
     KvsimError
         On a policy that needs the future, forced tokens outside the vocabulary, lists of unequal length, a number
-        out of range, or an engine that cannot run here.
+        out of range, an engine that cannot run here, or a model that gives NaN.
     """
     if engine not in ENGINES:
         raise unknown_name("engine", engine, ENGINES)
@@ -207,6 +207,7 @@ def decode(
             for row in range(count):
                 if not cache.over[row]:
                     logits[row] = outputs.logits[row, -1].float()
+                    check_numbers(known_logits(logits[row]), f"step {t}")
                     if on_logits is not None:
                         on_logits(row, t, known_logits(logits[row]))
                     if keep_logits:

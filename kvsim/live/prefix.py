@@ -27,6 +27,7 @@ __all__ = [
     "Prefix",
     "PrefixLayer",
     "cache_argument",
+    "check_numbers",
     "left_padding",
     "prefill",
     "prefix_of_trace",
@@ -307,9 +308,10 @@ def prefill(
     Raises
     ------
     KvsimError
-        If a token is outside the vocabulary, or the model's layers are not standard attention.
+        If a token is outside the vocabulary, the model's layers are not standard attention, or it gives NaN.
     """
     outputs, watcher = run_prompt(model, tokens, keeper)
+    check_numbers(outputs.logits[0, -1], "prompt")
     layers = watcher.layers(0, 0, eligible)
     return Prefix(
         [int(token) for token in tokens], layers, outputs.logits[0, -1].float(), config_of(model), trace,
@@ -353,6 +355,18 @@ def run_watched(model: Any, tokens: list[int], watcher: PrefillWatcher, *, logit
     last = {"logits_to_keep": logits} if "logits_to_keep" in signature(model.forward).parameters else {}
     with torch.inference_mode(), watched(model, watcher):
         return model(input_ids=torch.tensor([tokens], device=device), use_cache=False, **last)
+
+
+def check_numbers(logits: torch.Tensor, where: str) -> None:
+    """Look at a model's logits.
+
+    Raises
+    ------
+    KvsimError
+        If one is NaN.
+    """
+    if bool(torch.isnan(logits).any()):
+        raise KvsimError(f"{where}: the model's logits are not numbers (NaN); its weights or its type are at fault")
 
 
 def prefix_of_trace(trace: Trace, model: Any) -> Prefix:

@@ -211,3 +211,16 @@ def test_windowed_layers_hold_what_is_still_seen(name):
     a_slot = 2 * 2 * 16 * 4
     assert removed.physical_bytes == removed.logical_bytes == a_slot * (full * BUDGET + windowed * seen_again)
     assert removed.full_bytes == a_slot * (full * (L0 + STEPS) + windowed * seen_again)
+
+
+@pytest.mark.parametrize("options", [{"force": [1, 2, 3]}, {"temperature": 1.0}])
+def test_logits_that_are_no_numbers_are_named_by_their_step(options):
+    model = tiny("llama-gqa3")
+    prefix = prefill(model, PROMPT)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[torch.arange(VOCAB) != 1] = torch.nan
+    step = 2 if "force" in options else 1
+    with pytest.raises(KvsimError, match=f"step {step}: the model's logits are not numbers"):
+        decode(model, [prefix], "ema:0.8", steps=3, budget=BUDGET, **options)
+    with pytest.raises(KvsimError, match="prompt: the model's logits are not numbers"):
+        prefill(model, PROMPT)

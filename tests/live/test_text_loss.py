@@ -102,6 +102,12 @@ def test_errors(llama):
         list(text_losses(llama, TEXTS, ["full/admit=oracle:0.5"], prompt=3))
     with pytest.raises(KvsimError, match="there are no texts"):
         compare([])
+    broken = tiny("llama-gqa3")
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[TEXTS[0][0]] = torch.nan
+    for policy in ("full", "ema:0.8"):
+        with pytest.raises(KvsimError, match="the model's logits are not numbers"):
+            list(text_losses(broken, TEXTS, [policy], prompt=PROMPT))
 
 
 @pytest.fixture(scope="module")
