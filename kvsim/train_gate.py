@@ -12,7 +12,6 @@ from kvsim_traces.loading import load_model
 
 from kvsim.errors import KvsimError
 from kvsim.gating.request import Request
-from kvsim.gating.run import check_device
 from kvsim.gating.settings import Settings, numbers
 
 __all__ = ["add_settings", "main", "settings_of"]
@@ -57,7 +56,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         add_settings(parser)
         options = parser.parse_args(arguments)
-        check_device(options.device)
         penalties = None if options.sweep is None else numbers(options.sweep, "--sweep")
         settings = settings_of(options)
         request = Request(options.data, options.out, settings, options.held_out_data, penalties, options.resume)

@@ -59,10 +59,8 @@ def duo_heads(
         raise KvsimError(f"--out {out}: exists already; name a new file")
 
     from kvsim.gating.duo import find_heads, passages
-    from kvsim.gating.run import check_device
     from kvsim.retrieval_heads import save_heads
 
-    check_device(device)
     silent = quiet or as_json
     network, tokenizer = load(model, dtype=dtype, device=device, quiet=silent)
     texts = passages(tokenizer, settings)

@@ -90,9 +90,7 @@ def train_gate(
     penalties = None if sweep is None else numbers(sweep, "--sweep")
 
     from kvsim.gating.request import Request
-    from kvsim.gating.run import check_device
 
-    check_device(device)
     request = Request(data, out, settings, held_out_data, penalties, resume)
     request.check()
     silent = quiet or as_json

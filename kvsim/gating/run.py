@@ -5,29 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvsim.errors import KvsimError
 from kvsim.gating.data import Samples, read_texts, samples_of
 from kvsim.gating.settings import Settings
 from kvsim.gating.train import Progress, Report, checkpoint_path, train
 from kvsim.write_gate import WriteGate, save_gate
 
-__all__ = ["check_device", "check_out", "gate_facts", "lines", "load_samples", "table", "train_to"]
-
-
-def check_device(device: str | None) -> None:
-    """Make sure that torch can compute somewhere.
-
-    Raises
-    ------
-    KvsimError
-        If it cannot.
-    """
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise KvsimError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
+__all__ = ["check_out", "gate_facts", "lines", "load_samples", "table", "train_to"]
 
 
 def load_samples(

@@ -89,7 +89,7 @@ def test_unknown_type(folder):
 
 def test_a_device_that_is_not_there(folder):
     for device in ["nonsense", "xpu:99"] + ["cuda"] * (not torch.cuda.is_available()):
-        with pytest.raises(TraceError, match=f"device: '{device}' is not there") as caught:
+        with pytest.raises(TraceError, match=f"device '{device}' cannot be used: ") as caught:
             load_model(folder, device=device)
         assert "\n" not in str(caught.value)
 

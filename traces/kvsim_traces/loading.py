@@ -64,16 +64,21 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
-def _place(device: torch.device | str | None) -> torch.device:
-    """Give the device that is meant, if this PyTorch and this machine have it."""
+def device_of(device: torch.device | str | None) -> torch.device:
+    """Give the device that is meant: "cuda" where there is one, else "cpu", by default.
+
+    Raises
+    ------
+    TraceError
+        If torch knows no such device, or cannot use it here.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.device(device)
-        torch.empty(1, device=place)
+        torch.zeros(1, device=place)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        found = str(error).strip().partition("\n")[0]
-        raise TraceError(f"device: {str(device)!r} is not there ({found}); leave it out for what there is") from None
+        raise TraceError(f"device {str(device)!r} cannot be used: {str(error).splitlines()[0]}") from None
     return place
 
 
@@ -109,7 +114,7 @@ def load_model(
         When the path is no model, transformers cannot load it, or there is no such device. Nothing is ever downloaded.
     """
     path, folder, source = _source(path)
-    place = _place(device)
+    place = device_of(device)
     if dtype is None:
         dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     elif isinstance(dtype, str):
