@@ -163,9 +163,10 @@ class Policy:
             raise PolicyError(f"{trace.path}: no recorded layer is eligible for eviction")
         axes = {"group=head": group == "head", "admit=": admit is not None, "select=": select is not None}
         if trace.capture == "scores" and (by_head := [axis for axis, used in axes.items() if used]):
+            instead = "use group=shared or group=layer" if by_head == ["group=head"] else f"leave {by_head[-1]} out"
             raise PolicyError(
                 f"{self}: {by_head[-1]} needs attention of single heads, but {trace.path} is a 'scores' capture "
-                "(head means); use group=shared or group=layer, or record with --capture heads or qk"
+                f"(head means); {instead}, or record with --capture heads or qk"
             )
         assert isinstance(expanded.head, Rule)
         context = Context(

@@ -413,7 +413,7 @@ def test_what_cannot_be(trace, tmp_path):
         kvsim.oracle.gap(pooled, trace)
     assert kvsim.oracle.gap(kvsim.replay(trace, "cumulative/admit=random:0.5,window=4", budget=9), trace) > 0
     scores = write_trace(tmp_path / "s", capture="scores")
-    with pytest.raises(kvsim.PolicyError, match="admit= needs attention of single heads"):
+    with pytest.raises(kvsim.PolicyError, match=r"admit= needs attention of single heads.*; leave admit= out, or"):
         kvsim.replay(scores, "full/admit=local")
     with pytest.raises(kvsim.PolicyError, match="admit must be an admission"):
         kvsim.Policy(kvsim.parse("full").head, admit="local")
