@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvsim
-from kvsim.live import decode, prefill
+from kvsim.live import decode, prefill, prefill_under
 from kvsim.live.fast import decode_fast
 from kvsim.live.fast.session import Session
 
@@ -46,7 +46,8 @@ def test_policies_that_only_the_plain_form_runs_are_refused_by_name(llama, prefi
     with pytest.raises(kvsim.PolicyError, match=rf"{message}; the plain engine can") as caught:
         decode(llama, [prefix], policy, steps=2, force=[1, 2], budget=5, engine="triton")
     assert str(caught.value).startswith(str(kvsim.parse(policy).with_budget(kvsim.Budget(5))))
-    assert decode(llama, [prefix], policy, steps=2, force=[1, 2], budget=5)
+    under = prefill_under(llama, fc.PROMPTS[0], [policy])
+    assert decode(llama, under, policy, steps=2, force=[1, 2], budget=5)
 
 
 def test_requests_that_make_no_sense(llama, prefix, monkeypatch):
