@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsim.errors import KvsimError
-from kvsim.gating.data import read_texts, samples_of
+from kvsim.gating.data import check_length, read_texts, samples_of
 from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget
 from kvsim.text_loss import compare, text_losses
@@ -62,13 +62,14 @@ def measure(
     Raises
     ------
     KvsimError
-        If numbers are out of range or the file has no such piece.
+        If numbers are out of range, the file has no such piece, or the model is not made for so many tokens.
     """
     for name, number, least in (("length", length, 3), ("prefill", prefill, 1), ("texts", texts, 1), ("skip", skip, 0)):
         if number < least:
             raise KvsimError(f"{name} must be at least {least}, got {number}")
     if prefill > length - 2:
         raise KvsimError(f"prefill must leave 2 of the {length} tokens of a text, got {prefill}")
+    check_length(model, length)
     pieces = samples_of(tokenizer, read_texts(data), length=length, instruction="")[skip : skip + texts]
     if not len(pieces):
         raise KvsimError(f"{data}: has no piece of {length} tokens after the first {skip}")

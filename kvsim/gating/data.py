@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvsim.errors import KvsimError
 
-__all__ = ["Samples", "order", "read_texts", "samples_of"]
+__all__ = ["Samples", "check_length", "order", "read_texts", "samples_of"]
 
 Samples = npt.NDArray[np.int64]
 """[N, length] tokens."""
@@ -95,6 +95,19 @@ def samples_of(tokenizer: Any, texts: list[str], *, length: int, instruction: st
         raise KvsimError(f"the text has {len(tokens)} tokens, a sample of length {length} takes {room}")
     pieces = np.array(tokens[: count * room], np.int64).reshape(count, room)
     return np.hstack([np.tile(np.array(start, np.int64), (count, 1)), pieces])
+
+
+def check_length(model: Any, length: int) -> None:
+    """Make sure that samples are no longer than what a model is made for.
+
+    Raises
+    ------
+    KvsimError
+        If its config's ``max_position_embeddings`` is less than `length`.
+    """
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is not None and length > most:
+        raise KvsimError(f"length {length}: the model takes at most {most} tokens")
 
 
 def order(count: int, step: int, batch: int, seed: int) -> list[int]:

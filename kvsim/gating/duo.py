@@ -28,7 +28,7 @@ from kvsim_traces.facts import model_facts
 
 from kvsim.errors import KvsimError
 from kvsim.gating.attention import Attention, attention_form
-from kvsim.gating.data import order
+from kvsim.gating.data import check_length, order
 from kvsim.gating.duo_settings import DuoSettings
 from kvsim.gating.watcher import Shape, frozen, hidden_states, shape_of
 from kvsim.live.attention import Call
@@ -138,6 +138,7 @@ def find_heads(
     KvsimError
         If the model does not fit, or the loss is not finite.
     """
+    check_length(model, max(len(passage.tokens) for passage in samples))
     device = model.get_input_embeddings().weight.device
     shape = shape_of(model)
     attention = attention_form(settings.attention, device)

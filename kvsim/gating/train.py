@@ -22,7 +22,7 @@ from kvsim_traces.facts import model_facts
 from kvsim.errors import KvsimError
 from kvsim.gating.attention import attention_form
 from kvsim.gating.checkpoint import State, load_state, save_state
-from kvsim.gating.data import Samples, digest, order
+from kvsim.gating.data import Samples, check_length, digest, order
 from kvsim.gating.module import Gates, default_hidden
 from kvsim.gating.optimizer import arrays_of, make_optimizer, restore
 from kvsim.gating.settings import Settings
@@ -214,6 +214,4 @@ def _check(model: Any, samples: Samples, held_out: Samples, settings: Settings) 
             raise KvsimError(f"{name}: must be [N, {settings.length}] with N of at least 1, got {list(part.shape)}")
         if part.min() < 0 or part.max() >= vocabulary:
             raise KvsimError(f"{name}: tokens must be in 0..{vocabulary - 1}, got {part.min()}..{part.max()}")
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if most is not None and settings.length > most:
-        raise KvsimError(f"length {settings.length}: the model takes at most {most} tokens")
+    check_length(model, settings.length)

@@ -155,3 +155,8 @@ def test_the_rate_rises_and_falls():
 def test_settings_are_checked(changes, message):
     with pytest.raises(KvsimError, match=message):
         replace(SMALL, **changes)
+
+
+def test_samples_are_no_longer_than_the_model_is_made_for(model):
+    with pytest.raises(KvsimError, match="length 129: the model takes at most 128 tokens"):
+        find_heads(model, [Passage([1] * 129, 100)], SMALL)

@@ -155,3 +155,10 @@ def test_bad_numbers_are_one_line(words):
     assert "has no piece of 20 tokens after the first 99" in found.stderr
     found = CliRunner().invoke(app, ["loss", *map(str, words), "--texts", "0"])
     assert "texts must be at least 1, got 0" in found.stderr
+
+
+def test_texts_are_no_longer_than_the_model_is_made_for(words):
+    words = ["129" if word == 20 else word for word in words]
+    found = CliRunner().invoke(app, ["loss", *map(str, words)])
+    assert found.exit_code == 2
+    assert "length 129: the model takes at most 128 tokens" in found.output + found.stderr
