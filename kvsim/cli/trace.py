@@ -172,6 +172,9 @@ def gates(
     else:
         say(f"wrote {trace}: gates of {gate.name}, mean {facts['mean']:.3f}")
         say(f"{facts['admitted']:.1%} at or above its tau {scorer.tau:g}")
+        model = recording.manifest.model
+        if model is not None and scorer.config_hash and model["config_hash"] not in (None, scorer.config_hash):
+            say(f"note: trained for {scorer.model}; the config of {model['name']}, which was recorded, is another")
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """Gates of a recording: from stored or derived keys, kept in it by the command."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,3 +79,12 @@ def test_other_models_are_refused(tmp_path):
     done = CliRunner().invoke(app, ["trace", "gates", str(scores.path), "--gate", str(tmp_path / "g.safetensors")])
     assert done.exit_code == 2
     assert "has no keys" in done.output + done.stderr
+
+
+def test_the_command_says_when_the_gate_was_trained_for_another_config(tmp_path):
+    trace = write_trace(tmp_path / "t", capture="qk", model={**LLAMA, "config_hash": "a" * 64})
+    for config_hash, is_other in (("b" * 64, True), ("a" * 64, False), ("", False)):
+        save_gate(replace(some_gate(), config_hash=config_hash), tmp_path / "g.safetensors", replace=True)
+        done = CliRunner().invoke(app, ["trace", "gates", str(trace.path), "--gate", str(tmp_path / "g.safetensors")])
+        assert done.exit_code == 0, done.output
+        assert ("note: trained for m; the config of " in done.output) is is_other
