@@ -49,7 +49,7 @@ CALLS: dict[str, list[list[str]]] = {
     "diff": [["ema:0.8", "single"], ["ema:0.8", "cumulative", "random:1", "--shadow"]],
     "floor": [["--policy", "knorm", "--policy", "ema:0.8", "--policy", "full", "--seeds", "3"], ["--policy", "single"]],
     "footprint": [
-        [*"--policy ema:0.8 --shape smollm2-135m".split(), *layout] for layout in ([], ["--layout", "compact"])
+        ["--policy", "ema:0.8", "--shape", "smollm2-135m", "--layout", layout] for layout in ("append", "compact")
     ],
     "oracle": [
         ["--policy", "ema:0.8", "--policy", "tova", "--policy", "full", "--policy", "random:1", "--seeds", "2"],
