@@ -183,3 +183,17 @@ def test_errors(llama, gate):
     with pytest.raises(KvsimError, match="the fast form runs one policy for all rows"):
         decode(llama, prefixes, others, engine="triton", **OPTIONS)
     assert torch.is_tensor(prefixes[0].layers[0].keys)
+
+
+def test_what_is_read_into_a_pool_under_a_policy(llama):
+    text = "full/admit=random:0.5,window=3"
+    pooled = prefill_pooled(llama, fc.PROMPTS[:1], text, steps=2)
+    (run,) = decode(llama, pooled, text, steps=2, force=[1, 2], engine="triton")
+    (plain,) = decode(llama, prefill_under(llama, fc.PROMPTS[0], [text]), text, steps=2, force=[1, 2])
+    assert np.array_equal(run.evicted_at, plain.evicted_at)
+    for prompts, policy, message in (
+        (fc.PROMPTS, "full", "full: admits everything; the dual cache is for admit="),
+        (fc.PROMPTS[0], text, "prompts: must be a list of prompts"),
+    ):
+        with pytest.raises(KvsimError, match=message):
+            prefill_pooled(llama, prompts, policy, steps=2)

@@ -15,7 +15,9 @@ from kvsim.live.dual.pool import Compact, Pool
 from kvsim.live.dual.stage import Stage
 from kvsim.live.fast.decode import check_machine
 from kvsim.live.gatekeeper import Decision, Gatekeeper
+from kvsim.live.keepers import keeper_of
 from kvsim.live.prefix import PrefillWatcher, Prefix, config_of, run_watched
+from kvsim.policy import Policy, parse
 
 __all__ = ["PooledPrefix", "prefill_pooled"]
 
@@ -35,7 +37,7 @@ class PooledPrefix(Prefix):
 
 
 def prefill_pooled(
-    model: Any, prompts: Items[list[int]], keeper: Gatekeeper, *, steps: int, pages: int | None = None
+    model: Any, prompts: Items[list[int]], keeper: Gatekeeper | Policy | str, *, steps: int, pages: int | None = None
 ) -> list[PooledPrefix]:
     """Read prompts one after the other into one pool: gate, gather, vertical-slash attention, and on to the next layer.
 
@@ -43,8 +45,8 @@ def prefill_pooled(
     ----------
     model : PreTrainedModel
     prompts : sequence of lists of int
-    keeper : Gatekeeper
-        See `kvsim.live.keepers.keeper_of`.
+    keeper : Gatekeeper, Policy or str
+        A policy that admits, or its keeper (`kvsim.live.keepers.keeper_of`).
     steps : int
         The most steps that will be decoded.
     pages : int, optional
@@ -54,7 +56,7 @@ def prefill_pooled(
     Raises
     ------
     KvsimError
-        If there is no GPU, or the model or a prompt is not one that can be read.
+        If there is no GPU, the policy admits everything, or the model or a prompt is not one that can be read.
     PoolFullError
         If `pages` do not hold the prompts.
     """
@@ -63,6 +65,15 @@ def prefill_pooled(
     if not prompts:
         raise KvsimError("there are no prompts")
     check_machine(next(model.parameters()).device)
+    if isinstance(keeper, Policy | str):
+        policy = parse(keeper) if isinstance(keeper, str) else keeper
+        found = keeper_of(model, policy)
+        if found is None:
+            raise KvsimError(f"{policy}: admits everything; the dual cache is for admit=")
+        keeper = found
+    for prompt in prompts:
+        if not hasattr(prompt, "__len__"):
+            raise KvsimError("prompts: must be a list of prompts, each a list of token ids")
     longest = max(len(prompt) for prompt in prompts)
     stage = Stage(keeper.window, len(prompts), steps=steps, pages=pages, layers=len(keeper.layers), length=longest)
     read = []
