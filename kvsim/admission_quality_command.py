@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             report = _measured(options)
     except (KvsimError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"kvsim: error: {error}", file=sys.stderr)
         return 2
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -59,6 +59,12 @@ MEASURED = ("attention", "run")
 USUAL = Setting()
 
 
+def _check_gpu(setting: Setting) -> None:
+    if setting.on_gpu and not torch.cuda.is_available():
+        raise KvsimError("kvsim bench admission needs a CUDA GPU, and PyTorch finds none here; try --smoke")
+    check_machine(torch.device(setting.device))
+
+
 def bench_admission(
     *,
     models: Sequence[str] = tuple(SHAPES),
@@ -113,9 +119,7 @@ def bench_admission(
     for name in parts:
         if name not in MEASURED:
             raise unknown_name("part", name, MEASURED)
-    if setting.on_gpu and not torch.cuda.is_available():
-        raise KvsimError("kvsim bench admission needs a CUDA GPU, and PyTorch finds none here; try --smoke")
-    check_machine(torch.device(setting.device))
+    _check_gpu(setting)
     start, say = time.monotonic(), progress or (lambda line: None)
     program = "python -m kvsim.bench_admission" if sys.argv[0].endswith(".py") else Path(sys.argv[0]).name
     report: dict[str, Any] = {
@@ -253,6 +257,7 @@ def from_options(
     if only_estimate:
         print(said)
         return None
+    _check_gpu(setting)
     progress(said)
     return bench_admission(
         models=models, lengths=lengths, parts=parts, whole=whole, setting=setting, check=check, seconds=seconds,

@@ -287,7 +287,7 @@ def main() -> int:
                 long_context=options.long_context,
             )
         except KvsimError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"kvsim: error: {error}", file=sys.stderr)
             return 2
     report["command"] = " ".join(["python", "-m", "kvsim.bench_record", *sys.argv[1:]])
     print("\n".join(table(report)))

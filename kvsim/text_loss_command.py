@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
             progress=lambda done, total: print(f"{done}/{total} texts", file=sys.stderr, flush=True),
         )  # fmt: skip
     except (KvsimError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"kvsim: error: {error}", file=sys.stderr)
         return 2
     text = json.dumps(report, indent=2, allow_nan=False)
     if options.out is not None:

@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         tell = None if options.quiet or options.json else lambda line: print(line, file=sys.stderr, flush=True)
         facts, told = request.run(model, tokenizer, tell)
     except (KvsimError, TraceError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"kvsim: error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(facts, indent=2, allow_nan=False) if options.json else "\n".join(told))
     return 0

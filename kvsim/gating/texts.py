@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         count = write_texts(options.name, options.out)
     except KvsimError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"kvsim: error: {error}", file=sys.stderr)
         return 2
     print(f"wrote {options.out}: {count} texts, {options.out.stat().st_size:,} bytes; public domain (CC0 1.0)")
     return 0

@@ -111,7 +111,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(place, tmp_path, changes, mes
     assert message in result.stderr
     assert "Traceback" not in result.output
     assert train_gate.main([*arguments, "-q"]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvsim: error: ")]
     assert len(errors) == 1
     assert message in errors[0]
     assert not (tmp_path / "g").exists()

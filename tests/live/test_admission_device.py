@@ -10,6 +10,7 @@ import kvsim
 from kvsim.errors import KvsimError
 from kvsim.live import decode, prefill, prefill_under
 from kvsim.live.dual import DualSession, PoolFullError, prefill_pooled
+from kvsim.live.dual.stage import Stage
 from kvsim.live.fast import decode_fast
 from kvsim.live.keepers import keeper_of
 
@@ -197,3 +198,8 @@ def test_what_is_read_into_a_pool_under_a_policy(llama):
     ):
         with pytest.raises(KvsimError, match=message):
             prefill_pooled(llama, prompts, policy, steps=2)
+
+
+def test_a_window_beyond_all_positions_takes_no_room():
+    assert Stage(999, 1, steps=2, length=20).window == 22
+    assert Stage(5, 1, steps=2, length=20).window == 5

@@ -138,6 +138,6 @@ def test_what_it_needs(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench_record"])
     assert module.main() == 2
     assert capsys.readouterr().err == (
-        "error: kvsim bench record measures a CUDA GPU, and there is none (--device cuda)\n"
+        "kvsim: error: kvsim bench record measures a CUDA GPU, and there is none (--device cuda)\n"
     )
     assert CliRunner().invoke(app, ["bench", "record"]).exit_code == 2

@@ -75,7 +75,8 @@ class DualSession(Session):
         self.door = door_of(keeper, [prefix.length for prefix in prefixes], steps, kv_heads, device)
         own_pool = getattr(prefixes[0], "pool", None)
         if own_pool is None:
-            stage = Stage(keeper.window, batch, steps=steps, pages=self._pool_pages)
+            longest = max(prefix.length for prefix in prefixes)
+            stage = Stage(keeper.window, batch, steps=steps, pages=self._pool_pages, length=longest)
             for row, prefix in enumerate(prefixes):
                 for place, index in enumerate(prefix.eligible):
                     stage.take(place, row, self._compact(prefix, place, index))

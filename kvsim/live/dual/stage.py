@@ -16,11 +16,13 @@ class Stage:
         Sequences.
     steps : int
         The most steps that will be decoded.
+    length : int
+        Positions of the longest prompt.
     pages : int, optional
         Pages of the pool, which is filled as layers come. By default prompts wait, cut down, until the last one has
         come, and there are as many pages as they and the steps can need.
-    layers, length : int, optional
-        With `pages`: eligible layers, and positions of the longest prompt.
+    layers : int, optional
+        With `pages`: eligible layers.
     """
 
     def __init__(
@@ -29,18 +31,19 @@ class Stage:
         batch: int,
         *,
         steps: int,
+        length: int,
         pages: int | None = None,
         layers: int | None = None,
-        length: int | None = None,
     ) -> None:
-        self.window, self.batch, self.steps, self.pages = window, batch, steps, pages
+        # What never leaves a window needs no larger ring than all positions there will be.
+        self.window, self.batch, self.steps, self.pages = min(window, length + steps), batch, steps, pages
         self._layers, self._length = layers, length
         self._waiting: list[tuple[int, int, Compact]] = []
         self._pool: Pool | None = None
 
     def take(self, layer: int, row: int, prompt: Compact) -> None:
         """Take one layer of a sequence's prompt."""
-        if self._pool is None and self.pages is not None and self._layers is not None and self._length is not None:
+        if self._pool is None and self.pages is not None and self._layers is not None:
             self._pool = self._made(self.pages, self._layers, self._length, prompt)
         if self._pool is None:
             self._waiting.append((layer, row, prompt))
@@ -54,8 +57,7 @@ class Stage:
             if pages is None:
                 pages = sum(prompt.pages(self.window, self.steps) for _, _, prompt in self._waiting)
             layers = 1 + max(layer for layer, _, _ in self._waiting)
-            length = max(prompt.length for _, _, prompt in self._waiting)
-            self._pool = self._made(pages, layers, length, self._waiting[0][2])
+            self._pool = self._made(pages, layers, self._length, self._waiting[0][2])
             # What has been put away is let go.
             while self._waiting:
                 layer, row, prompt = self._waiting.pop()
