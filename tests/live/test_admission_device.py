@@ -14,6 +14,8 @@ from kvsim.live.dual.stage import Stage
 from kvsim.live.fast import decode_fast
 from kvsim.live.keepers import keeper_of
 
+pytestmark = pytest.mark.usefixtures("quiet_infinities")
+
 STEPS = 6
 FORCED = [(5 * i * i + 11) % 61 for i in range(STEPS)]
 OPTIONS = {"steps": STEPS, "force": FORCED, "keep_logits": True}
@@ -27,17 +29,6 @@ ADMISSIONS = [
     "random:0.5,window=2",
     "local:window=4,sink=1",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with np.errstate(all="ignore"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return fc.small("llama-gqa3")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import json
 
 import fast_cases as fc
-import numpy as np
 import pytest
 from asking import chatting, run, save_model
 from kvsim_traces.loading import load_model
@@ -13,6 +12,8 @@ from kvsim.errors import KvsimError
 from kvsim.evaluate import evaluate
 from kvsim.evaluations import comparisons, engine_of, read_evaluations
 from kvsim.tasks import TASKS
+
+pytestmark = pytest.mark.usefixtures("quiet_infinities")
 
 POLICIES = ["full", "ema:0.8/budget=10%", "ema:0.8/budget=20%"]
 SETTING = {"length": 800, "indices": range(2), "chat": True, "answer_tokens": 2}
@@ -26,12 +27,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(folder):
     return load_model(folder, device=fc.DEVICE, dtype="float32")
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with np.errstate(all="ignore"):
-        yield
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Fast live decoding against the plain form: policies, batches, generation."""
 
 import fast_cases as fc
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,6 +10,8 @@ from kvsim.live import decode, prefill
 from kvsim.live.fast import decode_fast
 from kvsim.live.fast.generic import _experts_set
 from kvsim.live.fast.session import Session
+
+pytestmark = pytest.mark.usefixtures("quiet_infinities")
 
 EVICTING = [
     "ema:0.8",
@@ -28,22 +29,6 @@ EVICTING = [
     "random:7/group=head/refresh=3",
 ]
 GROWING = ["full", "snapkv:4", "adakv:expected", "pyramidkv:4"]
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with np.errstate(all="ignore"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return fc.small("llama-gqa3")
-
-
-@pytest.fixture(scope="module")
-def prefixes(llama):
-    return [prefill(llama, prompt) for prompt in fc.PROMPTS]
 
 
 OPTIONS = {"steps": fc.STEPS, "force": fc.FORCED, "budget": fc.BUDGET, "keep_logits": True}

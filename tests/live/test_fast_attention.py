@@ -4,7 +4,6 @@ import sys
 import types
 
 import fast_cases as fc
-import numpy as np
 import pytest
 import torch
 
@@ -13,21 +12,7 @@ from kvsim.live import decode, prefill
 from kvsim.live.fast import backends, decode_fast
 from kvsim.live.fast.session import Session
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with np.errstate(all="ignore"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return fc.small("llama-gqa3")
-
-
-@pytest.fixture(scope="module")
-def prefixes(llama):
-    return [prefill(llama, prompt) for prompt in fc.PROMPTS]
+pytestmark = pytest.mark.usefixtures("quiet_infinities")
 
 
 OPTIONS = {"steps": fc.STEPS, "force": fc.FORCED, "budget": fc.BUDGET, "keep_logits": True, "engine": "triton"}

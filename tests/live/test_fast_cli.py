@@ -3,7 +3,6 @@
 import json
 
 import fast_cases as fc
-import numpy as np
 import pytest
 import torch
 from token_texts import byte_level
@@ -15,14 +14,8 @@ from kvsim import bench_live_models as models
 from kvsim.bench_live_checks import same_answers
 from kvsim.cli import app
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet_infinities")]
 TEXT = "the three thin thieves"
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with np.errstate(all="ignore"):
-        yield
 
 
 def run(*words, code=0):

@@ -4,7 +4,6 @@ import gc
 import weakref
 
 import fast_cases as fc
-import numpy as np
 import pytest
 import torch
 
@@ -13,16 +12,7 @@ from kvsim.live import decode, prefill, prefill_under
 from kvsim.live.fast import decode_fast
 from kvsim.live.fast.session import Session
 
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with np.errstate(all="ignore"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return fc.small("llama-gqa3")
+pytestmark = pytest.mark.usefixtures("quiet_infinities")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The fused step of Llama-like models: the same logits and sets as through their own modules."""
 
 import fast_cases as fc
-import numpy as np
 import pytest
 import torch
 
@@ -9,6 +8,8 @@ import kvsim
 from kvsim.live import decode, prefill
 from kvsim.live.fast import decode_fast
 from kvsim.live.fast.fused import why_not_fused
+
+pytestmark = pytest.mark.usefixtures("quiet_infinities")
 
 STEPS = 3
 OPTIONS = {"steps": STEPS, "force": fc.FORCED[:STEPS], "budget": fc.BUDGET, "keep_logits": True}
@@ -19,12 +20,6 @@ CASES = [
     ("qwen3", "full", 2, {"tie_word_embeddings": True}),
     ("mistral", "snapkv:4", 2, {}),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with np.errstate(all="ignore"):
-        yield
 
 
 def fast(model, prefixes, policy, **options):

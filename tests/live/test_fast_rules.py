@@ -11,6 +11,8 @@ from kvsim.live.fast import decode_fast
 from kvsim.live.fast.states import WindowSums, independent_scores, pooled
 from kvsim.scoring import pooled as pooled_reference
 
+pytestmark = pytest.mark.usefixtures("quiet_infinities")
+
 STEPS = 8
 # No token comes twice: keys of one token are equally long wherever they stand, up to rounding.
 PROMPTS = [[(17 * i + 5) % 61 for i in range(14)], [(23 * i + 2) % 61 for i in range(9)]]
@@ -37,17 +39,6 @@ BATCHES = [
     "snapkv:2/when=overflow:40%",
     "keydiff/when=overflow",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    with np.errstate(all="ignore"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return fc.small("llama-gqa3")
 
 
 @pytest.fixture(scope="module")
