@@ -18,8 +18,8 @@ from typing import Any
 
 from kvsim_traces import Trace, open_trace, record
 
-from kvsim.admission_quality_command import main as compare
-from kvsim.admission_quality_command import table_lines
+from kvsim.admission_quality.command import main as compare
+from kvsim.admission_quality.command import table_lines
 
 
 def recorded(model: Any, tokenizer: Any, texts: list[list[int]], prompt: int, out: Path) -> list[Trace]:

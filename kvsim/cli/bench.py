@@ -342,7 +342,7 @@ def admission(
     """
     need_torch("kvsim bench admission", "live")
 
-    from kvsim import bench_admission as module
+    from kvsim.bench_admission import bench as module
 
     report = module.from_options(
         models=model, lengths=length, parts=part, whole=whole, sparsity=sparsity, window=window, tiling=tiling,

@@ -8,19 +8,19 @@ from cases import MODEL, write_trace
 from gates import random_gate
 
 import kvsim
-from kvsim.admission_composition import BOTH, compositions
-from kvsim.admission_families import FAMILIES, Families, gate_window
-from kvsim.admission_quality import quality
-from kvsim.admission_quality_command import main, table_lines
-from kvsim.admission_replay import Recordings
-from kvsim.admission_verdicts import Row, verdict
+from kvsim.admission_quality.command import main, table_lines
+from kvsim.admission_quality.composition import BOTH, compositions
+from kvsim.admission_quality.families import FAMILIES, Families, gate_window
+from kvsim.admission_quality.quality import quality
+from kvsim.admission_quality.recordings import Recordings
+from kvsim.admission_quality.sizes import match_size
+from kvsim.admission_quality.verdicts import Row, verdict
 from kvsim.admissions.random import RandomAdmit
 from kvsim.budget import Budget
 from kvsim.errors import KvsimError
 from kvsim.policies.full import Full
 from kvsim.policy import Policy
 from kvsim.retrieval_heads import save_heads
-from kvsim.size_match import match_size
 
 LLAMA = {**MODEL, "config": {"model_type": "llama", "rope_theta": 1e4}}
 

@@ -8,8 +8,8 @@ from gates import gate_for
 from recording import VOCAB, tiny
 
 import kvsim
-from kvsim.admission_families import Families
-from kvsim.admission_live import LiveTexts
+from kvsim.admission_quality.families import Families
+from kvsim.admission_quality.texts import LiveTexts
 from kvsim.errors import KvsimError
 from kvsim.live import prefill
 from kvsim.retrieval_heads import save_heads
@@ -55,7 +55,7 @@ def test_the_smoke_test_runs_without_what_a_bare_machine_lacks(tmp_path):
     code = (
         "import sys\n"
         "for name in ('polars', 'altair', 'typer', 'rich'): sys.modules[name] = None\n"
-        "from kvsim.admission_quality_command import main\n"
+        "from kvsim.admission_quality.command import main\n"
         f"sys.exit(main(['--smoke', '--out', {str(tmp_path / 'q.json')!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

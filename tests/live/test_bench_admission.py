@@ -7,11 +7,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvsim import bench_admission as bench
-from kvsim import bench_admission_checks as checks
-from kvsim import bench_admission_runs as runs
-from kvsim.bench_admission_goals import BASE, OURS, estimate_seconds, goals, lines
-from kvsim.bench_admission_models import SHAPES, SMOKE, Setting, drawn_masks
+from kvsim.bench_admission import bench, checks, runs
+from kvsim.bench_admission.goals import BASE, OURS, estimate_seconds, goals, lines
+from kvsim.bench_admission.models import SHAPES, SMOKE, Setting, drawn_masks
 from kvsim.bench_live_models import build
 from kvsim.cli import app
 from kvsim.costs import SHAPES as COSTS

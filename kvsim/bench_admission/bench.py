@@ -42,10 +42,10 @@ from typing import Any
 import torch
 from kvsim_kernels.vertical_slash.kernel import Tiling
 
-from kvsim.bench_admission_checks import attention_errors, model_errors, wrong
-from kvsim.bench_admission_goals import GOAL_LENGTH, estimate_seconds, goals, lines, row_lines
-from kvsim.bench_admission_models import SHAPES, SMOKE, Setting
-from kvsim.bench_admission_runs import free, measure, tried
+from kvsim.bench_admission.checks import attention_errors, model_errors, wrong
+from kvsim.bench_admission.goals import GOAL_LENGTH, estimate_seconds, goals, lines, row_lines
+from kvsim.bench_admission.models import SHAPES, SMOKE, Setting
+from kvsim.bench_admission.runs import free, measure, tried
 from kvsim.bench_live import machine
 from kvsim.bench_live_models import build
 from kvsim.costs import Shape
@@ -302,7 +302,3 @@ def main(words: Sequence[str] | None = None) -> int:
     print("\n".join(lines(report)))
     save(report)
     return 1 if report["wrong"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.smoke:
-            from kvsim.admission_smoke import smoke
+            from kvsim.admission_quality.smoke import smoke
 
             with tempfile.TemporaryDirectory() as directory:
                 report = smoke(Path(directory))
@@ -65,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
     from kvsim_traces import open_trace
 
-    from kvsim.admission_families import Families, gate_window
-    from kvsim.admission_quality import quality
-    from kvsim.admission_replay import Recordings
+    from kvsim.admission_quality.families import Families, gate_window
+    from kvsim.admission_quality.quality import quality
+    from kvsim.admission_quality.recordings import Recordings
     from kvsim.budget import Budget
 
     if not options.gate:
@@ -100,7 +100,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
 def _texts(options: argparse.Namespace) -> Any:
     from kvsim_traces.loading import load_model
 
-    from kvsim.admission_live import LiveTexts
+    from kvsim.admission_quality.texts import LiveTexts
     from kvsim.gating.data import read_texts, samples_of
 
     if options.data is None:

@@ -16,8 +16,8 @@ from kvsim_kernels.write_gate.kernel import write_gate
 from kvsim_traces.manifest import LayerInfo
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from kvsim.bench_admission_dense import Attention
-from kvsim.bench_admission_models import TAU, Setting
+from kvsim.bench_admission.dense import Attention
+from kvsim.bench_admission.models import TAU, Setting
 from kvsim.live.dual.pool import Compact, Pool, pages_of
 from kvsim.live.fast.ranks import padded
 from kvsim.live.fast.slots import Growth, Slots

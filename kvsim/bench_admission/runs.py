@@ -9,11 +9,11 @@ import torch
 from kvsim_kernels.gather_admitted.kernel import gather_admitted
 from kvsim_kernels.vertical_slash.kernel import vertical_slash
 
-from kvsim.bench_admission_decode import decode_times
-from kvsim.bench_admission_dense import dense_attention, dense_names
-from kvsim.bench_admission_goals import OURS
-from kvsim.bench_admission_models import Setting, drawn_masks, gatekeeper
-from kvsim.bench_admission_prefill import PARTS, Clock, DualCache, FullCache, prefill
+from kvsim.bench_admission.decode import decode_times
+from kvsim.bench_admission.dense import dense_attention, dense_names
+from kvsim.bench_admission.goals import OURS
+from kvsim.bench_admission.models import Setting, drawn_masks, gatekeeper
+from kvsim.bench_admission.prefill import PARTS, Clock, DualCache, FullCache, prefill
 from kvsim.costs import HARDWARE, Shape, decode_cost
 from kvsim.live.gatekeeper import GateKeeper
 

@@ -9,10 +9,10 @@ from kvsim_kernels.gather_admitted.kernel import gather_admitted
 from kvsim_kernels.vertical_slash import vertical_slash_reference
 from kvsim_kernels.vertical_slash.kernel import vertical_slash
 
-from kvsim.bench_admission_decode import dual_session, full_session
-from kvsim.bench_admission_dense import dense_attention, dense_names
-from kvsim.bench_admission_models import Setting, drawn_masks, gatekeeper
-from kvsim.bench_admission_prefill import Clock, DualCache, FullCache, prefill
+from kvsim.bench_admission.decode import dual_session, full_session
+from kvsim.bench_admission.dense import dense_attention, dense_names
+from kvsim.bench_admission.models import Setting, drawn_masks, gatekeeper
+from kvsim.bench_admission.prefill import Clock, DualCache, FullCache, prefill
 from kvsim.bench_live_checks import SMALL
 from kvsim.bench_live_models import build
 from kvsim.live.decode import decode

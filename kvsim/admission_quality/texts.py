@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from kvsim.admission import Admission
-from kvsim.admission_replay import admitted_sizes
+from kvsim.admission_quality.recordings import admitted_sizes
 from kvsim.admissions.wgkv import Wgkv
 from kvsim.errors import KvsimError
 from kvsim.live.gatekeeper import Gatekeeper

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvsim.admission_quality.sizes import TOLERANCE, Match, match_size
 from kvsim.admissions.duo import Duo
 from kvsim.admissions.local import Local
 from kvsim.admissions.random import RandomAdmit
@@ -12,7 +13,6 @@ from kvsim.errors import KvsimError
 from kvsim.policies.full import Full
 from kvsim.policy import Policy
 from kvsim.retrieval_heads import load_heads
-from kvsim.size_match import TOLERANCE, Match, match_size
 from kvsim.write_gate import load_gate
 
 __all__ = ["FAMILIES", "Families", "SizeOf", "gate_window"]
@@ -46,7 +46,7 @@ class Families:
     longest : int
         Positions of the longest text.
     tolerance : float
-        See `kvsim.size_match.match_size`.
+        See `kvsim.admission_quality.sizes.match_size`.
     """
 
     gates: tuple[str, ...]

@@ -8,10 +8,10 @@ import torch
 from kvsim_traces import record
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvsim.admission_families import Families
-from kvsim.admission_live import LiveTexts
-from kvsim.admission_quality import quality
-from kvsim.admission_replay import Recordings
+from kvsim.admission_quality.families import Families
+from kvsim.admission_quality.quality import quality
+from kvsim.admission_quality.recordings import Recordings
+from kvsim.admission_quality.texts import LiveTexts
 from kvsim.budget import Budget
 from kvsim.retrieval_heads import save_heads
 from kvsim.write_gate import WriteGate, save_gate

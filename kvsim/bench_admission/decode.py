@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kvsim.bench_admission_dense import find_flash_4
-from kvsim.bench_admission_models import PROFILED, Setting, drawn_masks
-from kvsim.bench_admission_prefill import DualCache, FullCache
+from kvsim.bench_admission.dense import find_flash_4
+from kvsim.bench_admission.models import PROFILED, Setting, drawn_masks
+from kvsim.bench_admission.prefill import DualCache, FullCache
 from kvsim.bench_live_models import milliseconds
 from kvsim.live.admitted import Admitted
 from kvsim.live.dual.doors import Door

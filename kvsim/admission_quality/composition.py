@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvsim.admission_families import Families
-from kvsim.admission_replay import Recordings
+from kvsim.admission_quality.families import Families
+from kvsim.admission_quality.recordings import Recordings
 from kvsim.admissions.random import RandomAdmit
 from kvsim.budget import Budget
 from kvsim.errors import KvsimError

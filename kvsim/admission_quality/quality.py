@@ -1,9 +1,9 @@
 """Whether a trained write gate beats simpler admissions of equal cache size, and what eviction adds to it.
 
 ``python -m kvsim.admission_quality`` finds for each family and each mean cache size the parameter that gives it
-(`kvsim.admission_families`), and compares kept mass and output error on recordings and next-token loss in a running
-model, with intervals paired by text (WG-KV Figs. 7 and 11); then admission and eviction, together and alone, under a
-hard budget (appendix K). It needs numpy, numba and, for the running model, torch.
+(`kvsim.admission_quality.families`), and compares kept mass and output error on recordings and next-token loss in a
+running model, with intervals paired by text (WG-KV Figs. 7 and 11); then admission and eviction, together and alone,
+under a hard budget (appendix K). It needs numpy, numba and, for the running model, torch.
 
 On recordings the attention of the full cache is renormalised: what admission does to prefill is not seen there.
 """
@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvsim.admission_composition import BOTH, compositions
-from kvsim.admission_families import Families, SizeOf
-from kvsim.admission_replay import Measured, Recordings
-from kvsim.admission_verdicts import HIGHER, Row, Verdict, verdict
+from kvsim.admission_quality.composition import BOTH, compositions
+from kvsim.admission_quality.families import Families, SizeOf
+from kvsim.admission_quality.recordings import Measured, Recordings
+from kvsim.admission_quality.verdicts import HIGHER, Row, Verdict, verdict
 from kvsim.budget import Budget
 from kvsim.errors import KvsimError
 from kvsim.policy import Policy
@@ -23,7 +23,7 @@ from kvsim.version import __version__
 from kvsim.write_gate import load_gate
 
 if TYPE_CHECKING:
-    from kvsim.admission_live import LiveTexts
+    from kvsim.admission_quality.texts import LiveTexts
 
 __all__ = ["OURS", "quality"]
 
@@ -63,7 +63,7 @@ def quality(
     -------
     dict
         JSON data: ``equal_size`` and ``hard_budget``, lists of sections with ``where``, ``size`` or ``budget``,
-        ``rows`` (``peak``: see `kvsim.admission_replay.Measured`), ``left_out`` (family:
+        ``rows`` (``peak``: see `kvsim.admission_quality.recordings.Measured`), ``left_out`` (family:
         why) and ``verdicts``; and ``summary``, sentences.
     """
     report: dict[str, Any] = {
@@ -182,9 +182,3 @@ def _summary(sections: list[dict[str, Any]], ours: str) -> list[str]:
             what = f"size {section['size']:.0%}" if "size" in section else f"budget {section['budget']}"
             lines.append(f"{section['where']}, {what}: without {', '.join(section['left_out'])}")
     return lines
-
-
-if __name__ == "__main__":
-    from kvsim.admission_quality_command import main
-
-    raise SystemExit(main())

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvsim.bench_admission_dense import BASE, dense_names
-from kvsim.bench_admission_models import Setting
+from kvsim.bench_admission.dense import BASE, dense_names
+from kvsim.bench_admission.models import Setting
 from kvsim.costs import Shape, causal_pairs
 
 __all__ = ["GOAL_LENGTH", "OURS", "estimate_seconds", "goals", "lines"]

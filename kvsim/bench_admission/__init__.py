@@ -1,0 +1,1 @@
+"""The benchmark of whole models under admission; `kvsim.bench_admission.bench` says what is measured."""
