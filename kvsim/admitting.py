@@ -61,7 +61,7 @@ def pooled_targets(plan: Plan) -> npt.NDArray[np.int64]:
             # A head rescues at its first eviction, what is there by then.
             guarded = np.where(began, guarded, np.minimum(rescue, held - kept))
             while held.sum() > total:
-                drop = np.maximum(1, (plan.batch * held).astype(np.int64))
+                drop = np.maximum(1, (plan.batch * held + 1e-9).astype(np.int64))
                 held = np.maximum(np.minimum(held, kept + guarded), held - drop)
             began |= held < before
         targets[:, t] = held

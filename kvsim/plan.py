@@ -233,7 +233,8 @@ class Plan:
             return int(self.targets[group, t])
         budget = int(self.budgets[group])
         while self.batch and visible > budget:
-            visible -= max(1, int(self.batch * visible))
+            # A share is a whole percentage: what is added makes 29% of 100 be 29, as in exact arithmetic.
+            visible -= max(1, int(self.batch * visible + 1e-9))
         return visible if self.batch else min(budget, visible)
 
     def check_shadow(self) -> None:

@@ -121,6 +121,14 @@ def test_positions_stay_those_of_the_uncompressed_sequence(tmp_path, engine):
         assert result.retained(t).tolist() == sorted(best.tolist())
 
 
+@pytest.mark.parametrize("engine", sorted(kvsim.engines.ENGINES))
+def test_shares_of_an_overflow_are_exact(tmp_path, engine):
+    # 0.29 * 100 is 28.999999999999996 in binary.
+    trace = write_trace(tmp_path / "t", prompt=99, steps=1)
+    result = kvsim.replay(trace, "ema:0.8/when=overflow:29%", budget=99, engine=engine, shadow_churn=False)
+    assert result.retained(1).size == 71
+
+
 def test_overflow_eviction_counts_its_triggers(tmp_path):
     """WG-KV K.1: down by a tenth whenever the budget is exceeded."""
     trace = write_trace(tmp_path / "t", steps=30, prompt=40)

@@ -103,7 +103,7 @@ def target(n, budget, batch):
     if batch > 0:
         stay = n
         while stay > budget:
-            stay -= tl.maximum((batch * stay).to(tl.int32), 1)
+            stay -= tl.maximum((batch * stay + 1e-9).to(tl.int32), 1)
     return stay
 
 

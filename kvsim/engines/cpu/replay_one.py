@@ -219,7 +219,7 @@ def _target(n, budget, batch, targets, t):
     if batch == 0:
         return min(budget, n)
     while n > budget:
-        n -= max(1, int(batch * n))
+        n -= max(1, int(batch * n + 1e-9))
     return n
 
 
