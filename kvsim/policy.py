@@ -128,6 +128,11 @@ class Policy:
         return "head" if policy.admit is not None else policy.group or DEFAULT_GROUP
 
     @property
+    def admits(self) -> bool:
+        """Whether it decides what the cache takes in; such a policy has no shadow mode."""
+        return self.expand().admit is not None
+
+    @property
     def needs_future(self) -> bool:
         """Whether it reads what later queries attend to: it can be replayed, and never run live."""
         policy = self.expand()

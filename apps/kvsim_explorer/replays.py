@@ -42,7 +42,7 @@ def replayed(
 
 def raw_policy(policy: Policy) -> Policy:
     """Give the policy whose shadow sets are the raw top-B sets of a policy's groups and budget."""
-    return Policy(Ema(0, over="step"), group=policy.expand().group, budget=policy.budget)
+    return Policy(Ema(0, over="step"), group=policy.group_kind, budget=policy.budget)
 
 
 @st.cache_resource(max_entries=64, show_spinner="Replaying")

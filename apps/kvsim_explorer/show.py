@@ -55,6 +55,8 @@ def show_chart(
         spec = on_paper(chart.to_dict(validate=False), narrow=is_narrow())
         width: Any = "stretch" if spec.get("width") == "container" else "content"
         box = key or f"chart {name}"
+        # The summary is the text alternative here.
+        spec.pop("description", None)
         st.vega_lite_chart(spec, theme=None, width=width, alt=summary, key=box, on_select=chosen)
     st.caption(literal(summary))
     with st.container(horizontal=True, key=f"files {name}"):

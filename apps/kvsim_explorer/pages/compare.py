@@ -131,8 +131,8 @@ def _show_steps(view: View, runs: Runs) -> None:
     show_chart(
         charts.kept_mass(results), "kept-mass", f"Kept mass over the steps, on average: {kept}.", _steps(results)
     )
-    ranked = [result_of(view, policy, shadow=True) for policy in runs.policies]
-    if view.trace.num_steps > 1:
+    ranked = [result_of(view, policy, shadow=True) for policy in runs.policies if not policy.admits]
+    if ranked and view.trace.num_steps > 1:
         summary = f"Churn of the ranking, with nothing evicted, on average: {_means(ranked, 'churn')}."
         if not view.shadow:
             summary += (
@@ -256,8 +256,10 @@ def _reproduce(view: View, runs: Runs, alike: list[Result], best: list[Beside] |
         own = ["--trace", view.location, *policy_options(view, same), *mode]
         commands.append(command("chart", "jaccard", *own, "--out", "jaccard.html"))
     commands.append(command("chart", "kept-mass", *named, *mode, "--out", "kept-mass.html"))
-    if view.trace.num_steps > 1:
-        commands.append(command("chart", "churn", *named, "--shadow", "--out", "churn.html"))
+    ranked = [policy for policy in runs.policies if not policy.admits]
+    if ranked and view.trace.num_steps > 1:
+        own = ["--trace", view.location, *policy_options(view, ranked)]
+        commands.append(command("chart", "churn", *own, "--shadow", "--out", "churn.html"))
     if best is not None:
         compared = {one.policy for one in best if one.method}
         drawn = [policy for policy in runs.policies if str(policy) in compared]

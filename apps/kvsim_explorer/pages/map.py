@@ -63,7 +63,7 @@ def show(view: View) -> None:
 @st.fragment
 def _body(view: View, own: Result) -> None:
     trace = view.trace
-    panels, sort, group = _choose(own)
+    panels, sort, group = _choose(own, [name for name in PANELS if name != "shadow" or not view.policy.admits])
     place = st.container()
     positions, steps = _sliders(trace)
     choice = Choice(panels, sort, group, positions, steps)
@@ -89,14 +89,14 @@ def _show_window(view: View, choice: Choice, order: dict[str, Any]) -> None:
     _reproduce(view, results, choice)
 
 
-def _choose(own: Result) -> tuple[list[str], Literal["position", "utility"], int | None]:
+def _choose(own: Result, offered: list[str]) -> tuple[list[str], Literal["position", "utility"], int | None]:
     groups, group = own.plan.groups, None
     with st.container(horizontal=True):
         chosen = st.pills(
             "Drawn",
-            list(PANELS),
+            offered,
             selection_mode="multi",
-            default=list(PANELS),
+            default=offered,
             key="panels",
             bind="query-params",
             help=f"raw: {PANELS['raw']}; irreversible: {PANELS['irreversible']}; shadow: {PANELS['shadow']}.",
@@ -114,7 +114,7 @@ def _choose(own: Result) -> tuple[list[str], Literal["position", "utility"], int
             labels = [groups.label(index) for index in range(groups.count)]
             label = st.selectbox("Groups", [ALL_GROUPS, *labels], key="group", bind="query-params", width=220)
             group = labels.index(label) if label in labels else None
-    return [name for name in PANELS if name in chosen], "utility" if sort == "utility" else "position", group
+    return [name for name in offered if name in chosen], "utility" if sort == "utility" else "position", group
 
 
 def _sliders(trace: Trace) -> tuple[Range, Range]:
