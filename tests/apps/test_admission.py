@@ -2,7 +2,6 @@
 
 import pytest
 from exploring import errors, open_page
-
 from kvsim_explorer.pages import PAGES
 
 POLICY = "ema:0.8/admit=random:0.3,window=16/select=topk:32"
