@@ -1,7 +1,7 @@
 """Charts of who was kept when: the retention map and the histogram of evictions."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import altair as alt
 import numpy as np
@@ -33,6 +33,9 @@ MAP_ROWS = 4800
 
 MAX_CELLS = 60_000
 OVERVIEW_CELLS = 1500
+
+FRAME = -1
+"""In the place of a kept fraction: the row is the frame of a window."""
 
 MEANING = "attention to a position, mean over layers, heads and the steps at which it is there (full cache)"
 """What `reference_utility` gives."""
@@ -142,7 +145,7 @@ def retention_overview(
     sort, utility, group
         As for `retention`.
     window : (positions, steps), optional
-        Ranges, as for `retention`, where the brush begins.
+        Ranges, as for `retention`, that are framed.
 
     Returns
     -------
@@ -157,14 +160,21 @@ def retention_overview(
     found, whole = _shown(result, sort, utility, None, None, group)
     wide, tall = choose_bins(whole.columns.size, whole.down, OVERVIEW_CELLS)
     rows = _rows(rectangles(kept_fractions(result, whole, wide, tall)), whole, wide, tall)
-    brushed: dict[str, Any] = {}
     if window is not None:
         part = _shown(result, sort, utility, *window, group)[1]
-        brushed = {"value": {"x": [part.x, part.end], "y": [part.first, part.last + 1]}}
+        rows.append({"x": part.x, "x2": part.end, "y": part.first, "y2": part.last + 1, "kept": FRAME})
+    chart = _panel(rows, whole, wide, tall, sort)
+    if window is not None:
+        # A rectangle without a fill, last of all. A brush with a value would be sent back as if it had been drawn.
+        of_frame = f"datum.kept == {FRAME}"
+        chart.encoding.fill["condition"] = {"test": of_frame, "value": None}
+        chart.encoding.stroke["condition"] = {"test": of_frame, "value": "black"}
+        width = {"condition": {"test": of_frame, "value": 2}, "value": chart.mark.strokeWidth}
+        chart = chart.encode(strokeWidth=alt.StrokeWidthValue(**width))
     mark = alt.BrushConfig(fill="black", fillOpacity=0.08, stroke="black", strokeWidth=2)
-    brush = alt.selection_interval(name="window", encodings=["x", "y"], mark=mark, **brushed)
+    brush = alt.selection_interval(name="window", encodings=["x", "y"], mark=mark)
     name = panel_title(f"overview: {_panel_names(found)[0]}, {result.mode}")
-    return _panel(rows, whole, wide, tall, sort).properties(width=WIDTH, height=140, title=name).add_params(brush)
+    return chart.properties(width=WIDTH, height=140, title=name).add_params(brush)
 
 
 def retention_rows(
