@@ -1,12 +1,13 @@
 """Base classes of policy heads: a `Rule` draws up a plan, a `Preset` names a policy made of rules and axes."""
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
 from kvsim.context import Context
 from kvsim.plan import FloatArray, Plan
+from kvsim.registry import registrar
 
 if TYPE_CHECKING:
     from kvsim.policy import Policy
@@ -82,12 +83,5 @@ class Preset(Head):
 
 HEADS: dict[str, type[Head]] = {}
 
-HeadT = TypeVar("HeadT", bound=type[Head])
-
-
-def register(cls: HeadT) -> HeadT:
-    """Make a head available in policy strings under its `name`."""
-    if cls.name in HEADS:
-        raise ValueError(f"two policies are named {cls.name!r}")
-    HEADS[cls.name] = cls
-    return cls
+register = registrar(HEADS, "policies")
+"""Makes a head available in policy strings under its `name`."""

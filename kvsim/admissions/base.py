@@ -1,13 +1,14 @@
 """Base class of admissions, the values of the ``admit=`` axis."""
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvsim.admission import Admission
 from kvsim.errors import PolicyError
+from kvsim.registry import registrar
 
 if TYPE_CHECKING:
     from kvsim.context import Context
@@ -42,15 +43,8 @@ class Admit(ABC):
 
 ADMISSIONS: dict[str, type[Admit]] = {}
 
-AdmitT = TypeVar("AdmitT", bound=type[Admit])
-
-
-def register(cls: AdmitT) -> AdmitT:
-    """Make an admission available to ``admit=`` under its `name`."""
-    if cls.name in ADMISSIONS:
-        raise ValueError(f"two admissions are named {cls.name!r}")
-    ADMISSIONS[cls.name] = cls
-    return cls
+register = registrar(ADMISSIONS, "admissions")
+"""Makes an admission available to ``admit=`` under its `name`."""
 
 
 def check_window(name: str, window: int) -> None:

@@ -1,9 +1,10 @@
 """Base class of scorers, the values of the ``score=`` axis."""
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kvsim.plan import ScoreSource
+from kvsim.registry import registrar
 
 if TYPE_CHECKING:
     from kvsim.context import Context
@@ -23,12 +24,5 @@ class Scorer(ABC):
 
 SCORERS: dict[str, type[Scorer]] = {}
 
-ScorerT = TypeVar("ScorerT", bound=type[Scorer])
-
-
-def register(cls: ScorerT) -> ScorerT:
-    """Make a scorer available to ``score=`` under its `name`."""
-    if cls.name in SCORERS:
-        raise ValueError(f"two scorers are named {cls.name!r}")
-    SCORERS[cls.name] = cls
-    return cls
+register = registrar(SCORERS, "scorers")
+"""Makes a scorer available to ``score=`` under its `name`."""

@@ -1,9 +1,10 @@
 """Base class of selections, the values of the ``select=`` axis."""
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 from kvsim.admission import Admission, Selection
+from kvsim.registry import registrar
 
 if TYPE_CHECKING:
     from kvsim.context import Context
@@ -23,12 +24,5 @@ class Select(ABC):
 
 SELECTIONS: dict[str, type[Select]] = {}
 
-SelectT = TypeVar("SelectT", bound=type[Select])
-
-
-def register(cls: SelectT) -> SelectT:
-    """Make a selection available to ``select=`` under its `name`."""
-    if cls.name in SELECTIONS:
-        raise ValueError(f"two selections are named {cls.name!r}")
-    SELECTIONS[cls.name] = cls
-    return cls
+register = registrar(SELECTIONS, "selections")
+"""Makes a selection available to ``select=`` under its `name`."""
