@@ -1,13 +1,12 @@
 """The learned bilinear scorer of InertiaKV section 5.1: two matrices, and the file that holds them."""
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kvsim_traces.files import os_reason, write_whole
 
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.plan import FloatArray
@@ -94,17 +93,9 @@ def save_scorer(scorer: BilinearScorer, path: str | Path) -> None:
     data = save(tensors, metadata={"kvsim": json.dumps(facts, sort_keys=True)})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        try:
-            with open(handle, "wb") as file:
-                file.write(data)
-            os.chmod(aside, 0o644)
-            os.rename(aside, path)
-        except BaseException:
-            os.unlink(aside)
-            raise
+        write_whole(path, [data])
     except OSError as error:
-        raise KvsimError(f"{path}: cannot write the scorer ({error.strerror})") from error
+        raise KvsimError(f"{path}: cannot write the scorer ({os_reason(error)})") from error
 
 
 def load_scorer(path: str | Path) -> BilinearScorer:

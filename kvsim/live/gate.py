@@ -3,6 +3,8 @@
 from typing import Any
 
 import torch
+from kvsim_kernels.write_gate import write_gate
+from kvsim_kernels.write_gate_step import unrotated
 
 from kvsim.rope import Rope
 
@@ -34,12 +36,7 @@ class TorchGate:
         """Give the gates [Hk, n] of one of the model's layers, from its keys [Hk, n, d] before and after RoPE."""
         wide = torch.float64 if keys_post.dtype == torch.float64 else torch.float32
         w1, b1, w2, b2 = (part[self.place[layer]] for part in self.parts(keys_post.device, wide))
-        x = torch.cat([self._normed(keys.to(wide)) for keys in (keys_pre, keys_post)], dim=-1)
-        hidden = torch.nn.functional.gelu(x @ w1.transpose(1, 2) + b1.unsqueeze(1))
-        return torch.sigmoid((hidden @ w2.unsqueeze(-1)).squeeze(-1) + b2.unsqueeze(1))
-
-    def _normed(self, keys: torch.Tensor) -> torch.Tensor:
-        return keys * torch.rsqrt(keys.square().mean(dim=-1, keepdim=True) + self.eps)
+        return write_gate(keys_pre, keys_post, w1, b1, w2, b2, eps=self.eps, dtype=wide)
 
 
 class Unrotated:
@@ -51,10 +48,7 @@ class Unrotated:
     def __call__(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Give keys [Hk, n, d] at positions [n] as they were before the rotation, in float32 or wider."""
         keys = keys if keys.dtype == torch.float64 else keys.float()
-        cos, sin = self.tables(positions, keys.dtype)
-        half = cos.shape[-1]
-        first, second, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
-        return torch.cat([first * cos + second * sin, second * cos - first * sin, rest], dim=-1)
+        return unrotated(keys, *self.tables(positions, keys.dtype))
 
     def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the cosines and sines [n, r / 2] of positions [n]."""
