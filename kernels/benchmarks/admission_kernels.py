@@ -34,10 +34,12 @@ from kvsim_kernels.vertical_slash import Admitted, vertical_slash_reference
 from kvsim_kernels.vertical_slash.kernel import Tiling, gather_admitted, seen_by_chunk, vertical_slash
 from kvsim_kernels.write_gate import write_gate as gate_reference
 from kvsim_kernels.write_gate.kernel import write_gate
+from kvsim_kernels.write_gate_step import write_gate_step as gate_step_reference
+from kvsim_kernels.write_gate_step.kernel import write_gate_step
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-PARTS = ("vertical", "gather", "decode", "promote", "gate")
+PARTS = ("vertical", "gather", "decode", "promote", "gate", "gate step")
 TILINGS = {
     "pointers 128x64": Tiling(pack=False),
     "packed 128x64": Tiling(),
@@ -74,6 +76,7 @@ class Shape:
     chunk: int
     device: str
     dtype: torch.dtype
+    layers: int = 32
 
     @property
     def group(self) -> int:
@@ -366,26 +369,26 @@ def promote_part(shape: Shape, bandwidth: float | None) -> Iterator[dict[str, An
         nothing.add_(1)
 
     floor = graph_ms(two_launches, [None], shape.device)
-    for rows in (shape.kv_heads, 8 * shape.kv_heads):
+    for rows in (shape.kv_heads, shape.layers * shape.kv_heads):
         ring, width = -(-shape.window // PAGE), 64
         pages = rows * (ring + width)
         pools = [normal(shape, pages, PAGE, shape.dim) for _ in range(2)]
         table = torch.zeros(rows, ring + width, dtype=torch.int32, device=shape.device)
         free = torch.arange(pages, dtype=torch.int32, device=shape.device)
         table[:, :ring] = free[: rows * ring].view(rows, ring)
-        numbers = [torch.zeros(n, dtype=torch.int32, device=shape.device) for n in (1, rows, 1, 1)]
-        pointer, counts, top, status = numbers
+        numbers = [torch.zeros(n, dtype=torch.int32, device=shape.device) for n in (1, rows, 1, 1, rows)]
+        pointer, counts, top, status, new_slots = numbers
         top.fill_(pages - rows * ring)
-        new = [normal(shape, rows, shape.dim) for _ in range(2)]
-        gates = torch.rand(rows, device=shape.device)
         ring_gates = (torch.arange(rows * shape.window, device=shape.device) % 2).float().view(rows, shape.window)
-        given = (*pools, *new, gates, ring_gates, table, pointer, counts, free[rows * ring :].contiguous(), top, status)
+        stack = free[rows * ring :].contiguous()
+        given = (*pools, ring_gates, table, pointer, counts, stack, top, status, new_slots)
 
         def step(_: Any, given: tuple[torch.Tensor, ...] = given) -> None:
             promote(*given, window=shape.window, tau=0.5)
 
         ms = graph_ms(step, [None], shape.device)
-        moved = rows * 2 * shape.dim * shape.dtype.itemsize * 3
+        # What is promoted is read and written.
+        moved = rows * 2 * shape.dim * shape.dtype.itemsize
         yield bytes_row(
             "promote", f"{rows} rows", ms, moved, bandwidth, two_launches_us=round(floor * 1e3, 2),
             error=float(int(status) != 0 or int(counts.sum()) == 0),
@@ -415,6 +418,29 @@ def gate_part(shape: Shape, bandwidth: float | None) -> Iterator[dict[str, Any]]
         ms = graph_ms(lambda g, w=weights: write_gate(*g, *w), sets, shape.device)
         plain = median_ms(lambda s=sets, w=weights: gate_reference(*s[0], *w), shape.device)
         yield bytes_row("write_gate", f"{count:,}", ms, moved, bandwidth, torch_us=round(plain * 1e3, 1), error=error)
+
+
+def gate_step_part(shape: Shape, bandwidth: float | None) -> Iterator[dict[str, Any]]:
+    """Time the write gates of a decode step, one layer's and all layers' in one call."""
+    for layers in (1, shape.layers):
+        scale = shape.dim**-0.5
+        weights = (
+            normal(shape, layers, shape.kv_heads, shape.hidden, 2 * shape.dim).float() * scale,
+            *(normal(shape, layers, shape.kv_heads, shape.hidden).float() for _ in range(2)),
+            normal(shape, layers, shape.kv_heads).float(),
+        )
+        keys = normal(shape, layers, 1, shape.kv_heads, shape.window, shape.dim)
+        slots = torch.full((layers, 1, shape.kv_heads), shape.window // 2, dtype=torch.int32, device=shape.device)
+        angles = normal(shape, layers, 4, shape.dim // 2).float()
+        positions = torch.ones(1, dtype=torch.int32, device=shape.device)
+        given = (keys, slots, angles.cos(), angles.sin(), positions)
+        exact = gate_step_reference(*given, *weights, dtype=torch.float64)
+        error = float((write_gate_step(*given, *weights).double() - exact).norm() / exact.norm())
+        moved = sum(part.nbytes for part in weights)
+        # What a step reads of a model lies in no cache.
+        sets = [[part.clone() for part in weights] for _ in range(max(1, min(32, int(1e9 // moved))))]
+        ms = graph_ms(lambda own, g=given: write_gate_step(*g, *own), sets, shape.device)
+        yield bytes_row("write_gate_step", f"{layers} layers", ms, moved, bandwidth, error=error)
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -459,7 +485,7 @@ def main(arguments: list[str] | None = None) -> int:
     shape = Shape(
         *sizes, lengths, check_length=150 if options.smoke else 3000, window=12 if options.smoke else options.window,
         share=options.admitted, chunk=256 if options.smoke else CHUNK, device="cpu" if options.smoke else "cuda",
-        dtype=torch.float16 if options.smoke else torch.bfloat16,
+        dtype=torch.float16 if options.smoke else torch.bfloat16, layers=2 if options.smoke else 32,
     )  # fmt: skip
     torch.manual_seed(0)
     if options.check:
@@ -481,6 +507,7 @@ def main(arguments: list[str] | None = None) -> int:
         "decode": lambda: decode_part(shape, bandwidth),
         "promote": lambda: promote_part(shape, bandwidth),
         "gate": lambda: gate_part(shape, bandwidth),
+        "gate step": lambda: gate_step_part(shape, bandwidth),
     }
     for part in parts:
         for row in made[part]():

@@ -66,12 +66,13 @@ class _Overridden:
     """The gates of another door, computed and not heeded."""
 
     def __init__(self, door: Door, gates: torch.Tensor, first: int) -> None:
-        self.tau, self._door, self._gates, self._first = door.tau, door, gates, first
+        self.tau, self._door, self._first = door.tau, door, first
+        self._gates = gates.transpose(1, 2).contiguous()
 
-    def gates(self, place: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def gates(self, keys: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """See `Door.gates`."""
-        self._door.gates(place, keys, positions)
-        return self._gates[place].index_select(1, positions - self._first).flatten()
+        self._door.gates(keys, slots, positions)
+        return self._gates.index_select(1, positions - self._first)
 
 
 def full_session(

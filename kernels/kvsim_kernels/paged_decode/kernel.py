@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from kvsim_kernels.decode_attention.kernel import capped
-from kvsim_kernels.launch import multiprocessors
+from kvsim_kernels.launch import early_launch, multiprocessors
 from kvsim_kernels.paged_decode.reference import PAGE, check
 
 __all__ = ["paged_decode"]
 
 _TILE_BYTES = 16384
-_PROGRAMS_PER_MULTIPROCESSOR = 2
+_PROGRAMS_PER_MULTIPROCESSOR = 3
 _PARTS = 32
 # Loads of pages and of what lies in them share the stages: two blocks of keys and values are in flight.
 _STAGES = 5
@@ -65,7 +65,11 @@ def _attend(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS_2: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     length, tiles, ends, share = _line(lengths, rows, SPLITS, BLOCK, ROWS_2)
     start = program * share
@@ -127,7 +131,11 @@ def _combine(
     SPLITS: tl.constexpr,
     ROWS_2: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, head = tl.program_id(0) // GROUP, tl.program_id(0) % GROUP
     dim = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     _, tiles, ends, share = _line(lengths, rows, SPLITS, BLOCK, ROWS_2)
@@ -178,7 +186,7 @@ def paged_decode(
     query, pool_keys, pool_values, table, lengths, scaling, softcap, ring
         As in the reference; the last dimension of queries is contiguous, and so are pages, tables' rows and lengths.
     splits : int, optional
-        Programs that share all rows; two for each multiprocessor by default.
+        Programs that share all rows; three for each multiprocessor by default.
     out : Tensor [R, G, d], optional
         Where to write; contiguous.
 
@@ -210,6 +218,7 @@ def paged_decode(
     part_max, part_sum = torch.empty(2, splits + rows, group, **single)
     out = torch.empty(rows, group, dim, dtype=query.dtype, device=query.device) if out is None else out
     shared = {"GROUP": group, "DIM": dim, "BLOCK": block, "SPLITS": splits, "ROWS_2": triton.next_power_of_2(rows)}
+    shared |= early_launch(query.device)
     _attend[(splits,)](
         query, *pools, table, lengths, part_output, part_max, part_sum,
         float(dim**-0.5 if scaling is None else scaling), softcap, rows,

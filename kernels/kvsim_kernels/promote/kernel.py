@@ -16,7 +16,6 @@ __all__ = ["promote"]
 
 @triton.jit
 def _plan(
-    new_gates,
     ring_gates,
     table,
     pointer,
@@ -25,6 +24,7 @@ def _plan(
     free,
     top,
     status,
+    new_slots,
     sources,
     targets,
     tau,
@@ -43,7 +43,6 @@ def _plan(
     is_row = row < rows
     at = tl.load(pointer + row * stride_pointer, mask=is_row, other=0)
     victim = tl.load(ring_gates + row * stride_gate + at, mask=is_row, other=-1.0).to(tl.float32)
-    gate = tl.load(new_gates + row, mask=is_row, other=0.0)
     count = tl.load(counts + row, mask=is_row, other=0)
     page = tl.load(table + row * stride_table + at // PAGE, mask=is_row, other=0)
     height, failed = tl.load(top), tl.load(status)
@@ -64,11 +63,11 @@ def _plan(
     there = tl.where(opening, tl.load(free + height - order, mask=opening, other=0), there)
     # The loads above must come before what they read is overwritten.
     tl.debug_barrier()
-    tl.store(sources + row, tl.where(written, page * PAGE + at % PAGE, -1), mask=is_row)
+    tl.store(new_slots + row, tl.where(written, at, -1), mask=is_row)
+    tl.store(sources + row, page * PAGE + at % PAGE, mask=is_row)
     tl.store(targets + row, tl.where(promoted, there * PAGE + count % PAGE, -1), mask=is_row)
     tl.store(table + row * stride_table + entry, there, mask=opening)
     tl.store(counts + row, count + promoted.to(tl.int32), mask=written)
-    tl.store(ring_gates + row * stride_gate + at, gate.to(ring_gates.dtype.element_ty), mask=written)
     tl.store(pointer + row * stride_pointer, (at + 1) % WINDOW, mask=written)
     if lengths is not None:
         more = promoted | (victim < 0)
@@ -81,42 +80,28 @@ def _plan(
 def _move(
     pool_keys,
     pool_values,
-    new_keys,
-    new_values,
     sources,
     targets,
     stride_key_page,
     stride_value_page,
-    stride_new_key,
-    stride_new_value,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0)
     source, target = tl.load(sources + row).to(tl.int64), tl.load(targets + row).to(tl.int64)
     dim = tl.arange(0, WIDTH)
     is_dim = dim < DIM
-    key = pool_keys + (source // PAGE) * stride_key_page + (source % PAGE) * DIM + dim
-    value = pool_values + (source // PAGE) * stride_value_page + (source % PAGE) * DIM + dim
     if target >= 0:
-        k, v = tl.load(key, mask=is_dim), tl.load(value, mask=is_dim)
+        k = tl.load(pool_keys + (source // PAGE) * stride_key_page + (source % PAGE) * DIM + dim, mask=is_dim)
+        v = tl.load(pool_values + (source // PAGE) * stride_value_page + (source % PAGE) * DIM + dim, mask=is_dim)
         tl.store(pool_keys + (target // PAGE) * stride_key_page + (target % PAGE) * DIM + dim, k, mask=is_dim)
         tl.store(pool_values + (target // PAGE) * stride_value_page + (target % PAGE) * DIM + dim, v, mask=is_dim)
-    tl.debug_barrier()
-    if source >= 0:
-        k = tl.load(new_keys + row * stride_new_key + dim, mask=is_dim)
-        v = tl.load(new_values + row * stride_new_value + dim, mask=is_dim)
-        tl.store(key, k.to(key.dtype.element_ty), mask=is_dim)
-        tl.store(value, v.to(value.dtype.element_ty), mask=is_dim)
 
 
 def promote(
     pool_keys: torch.Tensor,
     pool_values: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    new_gates: torch.Tensor,
     ring_gates: torch.Tensor,
     table: torch.Tensor,
     pointer: torch.Tensor,
@@ -124,19 +109,20 @@ def promote(
     free: torch.Tensor,
     top: torch.Tensor,
     status: torch.Tensor,
+    new_slots: torch.Tensor,
     *,
     window: int,
     tau: float,
     lengths: torch.Tensor | None = None,
 ) -> None:
-    """Take one decode step of all rows; see `kvsim_kernels.promote.reference.promote`.
+    """Make room for a decode step in all rows; see `kvsim_kernels.promote.reference.promote`.
 
     All is read and decided by the GPU, so that the call can be captured in a CUDA graph. Calls that share a pool must
     follow one another on a stream.
 
     Parameters
     ----------
-    pool_keys, pool_values, new_keys, new_values, new_gates, ring_gates, table, pointer, counts, free, top, status
+    pool_keys, pool_values, ring_gates, table, pointer, counts, free, top, status, new_slots
         As in the reference; pages, and the last dimension of all tensors, are contiguous.
     window, tau, lengths
         As there.
@@ -146,23 +132,23 @@ def promote(
     ValueError
         If shapes or types do not fit.
     """
-    check(pool_keys, pool_values, new_keys, new_values, new_gates, ring_gates, table, pointer, counts, lengths, window)
-    rows, dim = new_keys.shape
-    whole = [table, pointer, counts, free, top, status, *([] if lengths is None else [lengths])]
+    check(pool_keys, pool_values, ring_gates, table, pointer, counts, new_slots, lengths, window)
+    rows, dim = len(counts), pool_keys.shape[2]
+    whole = [table, pointer, counts, free, top, status, new_slots, *([] if lengths is None else [lengths])]
     if any(x.dtype != torch.int32 for x in whole):
-        raise ValueError("table, pointer, counts, lengths, free, top and status must be int32")
-    given = [pool_keys, pool_values, new_keys, new_values, new_gates, ring_gates, *whole]
+        raise ValueError("table, pointer, counts, lengths, free, top, status and new_slots must be int32")
+    given = [pool_keys, pool_values, ring_gates, *whole]
     if any(x.stride(-1) != 1 for x in given) or any(x.stride(1) != dim for x in (pool_keys, pool_values)):
         raise ValueError("pages and the last dimension of all tensors must be contiguous")
-    sources, targets = torch.empty(2, rows, dtype=torch.int32, device=new_keys.device)
+    sources, targets = torch.empty(2, rows, dtype=torch.int32, device=pool_keys.device)
     lanes = triton.next_power_of_2(rows)
     _plan[(1,)](
-        new_gates, ring_gates, table, pointer, counts, lengths, free, top, status, sources, targets, float(tau), rows,
+        ring_gates, table, pointer, counts, lengths, free, top, status, new_slots, sources, targets, float(tau), rows,
         table.shape[1], 0 if len(pointer) == 1 else 1, ring_gates.stride(0), table.stride(0),
         WINDOW=window, PAGE=PAGE, EXHAUSTED=EXHAUSTED, TABLE_FULL=TABLE_FULL, LANES=lanes,
         num_warps=max(1, min(16, lanes // 32)),
     )  # fmt: skip
     _move[(rows,)](
-        pool_keys, pool_values, new_keys, new_values, sources, targets, pool_keys.stride(0), pool_values.stride(0),
-        new_keys.stride(0), new_values.stride(0), DIM=dim, WIDTH=triton.next_power_of_2(dim), PAGE=PAGE, num_warps=1,
+        pool_keys, pool_values, sources, targets, pool_keys.stride(0), pool_values.stride(0),
+        DIM=dim, WIDTH=triton.next_power_of_2(dim), PAGE=PAGE, num_warps=1,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The write gate of a decode step in plain PyTorch."""
+"""The write gates of a decode step, of all layers, in plain PyTorch."""
 
 import torch
 
@@ -10,6 +10,7 @@ __all__ = ["check", "unrotated", "write_gate_step"]
 
 def check(
     keys: torch.Tensor,
+    slots: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
@@ -19,18 +20,21 @@ def check(
     b2: torch.Tensor,
 ) -> None:
     """Raise ValueError unless shapes fit."""
-    if keys.ndim != 3 or positions.shape != keys.shape[:1]:
+    if keys.ndim != 5 or positions.shape != keys.shape[1:2] or slots.shape != keys.shape[:3]:
         raise ValueError(
-            f"keys of shape {tuple(keys.shape)} and positions of shape {tuple(positions.shape)} must be "
-            "[batch, Hk, d] and [batch]"
+            f"keys of shape {tuple(keys.shape)}, slots of shape {tuple(slots.shape)} and positions of shape "
+            f"{tuple(positions.shape)} must be [K, batch, Hk, slots, d], [K, batch, Hk] and [batch]"
         )
-    if cos.ndim != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > keys.shape[2]:
+    layers, dim = keys.shape[0], keys.shape[4]
+    if cos.ndim != 3 or cos.shape != sin.shape or len(cos) != layers or 2 * cos.shape[2] > dim:
         raise ValueError(
-            f"cos and sin of shapes {tuple(cos.shape)} and {tuple(sin.shape)} must both be [positions, r / 2] with r "
-            f"at most d={keys.shape[2]}"
+            f"cos and sin of shapes {tuple(cos.shape)} and {tuple(sin.shape)} must both be [K={layers}, positions, "
+            f"r / 2] with r at most d={dim}"
         )
-    by_head = keys.transpose(0, 1)
-    check_weights(by_head, by_head, w1, b1, w2, b2)
+    if any(len(part) != layers for part in (w1, b1, w2, b2)):
+        raise ValueError(f"weights must be of K={layers} layers, got {[len(part) for part in (w1, b1, w2, b2)]}")
+    by_head = keys[0, :, :, 0].transpose(0, 1)
+    check_weights(by_head, by_head, w1[0], b1[0], w2[0], b2[0])
 
 
 def unrotated(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -42,6 +46,7 @@ def unrotated(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 def write_gate_step(
     keys: torch.Tensor,
+    slots: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
@@ -54,32 +59,42 @@ def write_gate_step(
     eps: float = 1e-6,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Score the keys of a decode step; see `kvsim_kernels.write_gate.reference.write_gate`.
+    """Score the keys of a decode step where they lie; see `kvsim_kernels.write_gate.reference.write_gate`.
 
     Parameters
     ----------
-    keys : Tensor [batch, Hk, d]
-        After RoPE, whose pairs are an element and the one r / 2 further on.
-    cos, sin : Tensor [positions, r / 2]
+    keys : Tensor [K, batch, Hk, slots, d]
+        Of K layers, after RoPE, whose pairs are an element and the one r / 2 further on.
+    slots : Tensor [K, batch, Hk] int32
+        Where each row's new key lies; below 0 where there is none, whose gate is 0.
+    cos, sin : Tensor [K, positions, r / 2]
         Of the angles at `first_position` and the positions after it.
     positions : Tensor [batch] of int
         Where each sequence's key stands.
     w1, b1, w2, b2, eps, dtype
-        As there.
+        As there, of each layer: ``[K, ...]``.
     first_position : int
 
     Returns
     -------
-    Tensor [batch * Hk]
+    Tensor [K, batch, Hk]
 
     Raises
     ------
     ValueError
         If shapes do not fit.
     """
-    check(keys, cos, sin, positions, w1, b1, w2, b2)
+    check(keys, slots, cos, sin, positions, w1, b1, w2, b2)
     at = positions.long() - first_position
-    after = keys.to(dtype)
-    before = unrotated(after, cos[at].unsqueeze(1).to(dtype), sin[at].unsqueeze(1).to(dtype))
-    gates = write_gate(before.transpose(0, 1), after.transpose(0, 1), w1, b1, w2, b2, eps=eps, dtype=dtype)
-    return gates.t().reshape(-1)
+    index = slots.clamp(min=0).long()[..., None, None].expand(*slots.shape, 1, keys.shape[4])
+    after = keys.gather(3, index)[:, :, :, 0].to(dtype)
+    turns = [part[:, at].unsqueeze(2).to(dtype) for part in (cos, sin)]
+    before = unrotated(after, *turns)
+    gates = torch.stack([
+        write_gate(
+            before[layer].transpose(0, 1), after[layer].transpose(0, 1), w1[layer], b1[layer], w2[layer], b2[layer],
+            eps=eps, dtype=dtype,
+        ).t()
+        for layer in range(len(keys))
+    ])  # fmt: skip
+    return gates.masked_fill(slots < 0, 0)

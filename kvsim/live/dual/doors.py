@@ -1,4 +1,4 @@
-"""A gatekeeper on the device: gates of a step's keys without waiting for the host."""
+"""A gatekeeper on the device: gates of a step's keys, of all layers at once, without waiting for the host."""
 
 from collections.abc import Sequence as Items
 from typing import Protocol
@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from kvsim_kernels.write_gate_step.kernel import write_gate_step
 
+from kvsim.errors import KvsimError
 from kvsim.live.gatekeeper import FixedKeeper, GateKeeper, Gatekeeper
 
 __all__ = ["Door", "door_of"]
@@ -22,8 +23,11 @@ class Door(Protocol):
 
     tau: float
 
-    def gates(self, place: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Give the gates [batch * Hk] float32 of an eligible layer's post-RoPE keys [batch, Hk, d] at `positions`."""
+    def gates(self, keys: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Give the gates [K, batch, Hk] float32 of all eligible layers' new keys.
+
+        The post-RoPE keys are in `slots` [K, batch, Hk] of `keys` [K, batch, Hk, slots, d], and stand at `positions`.
+        """
 
 
 class _GateDoor:
@@ -32,19 +36,22 @@ class _GateDoor:
     def __init__(self, keeper: GateKeeper, first: int, last: int, device: torch.device) -> None:
         self.tau, self.first = keeper.threshold, first
         self._eps = keeper.networks.eps
-        self._parts = [
-            tuple(
-                part[keeper.networks.place[layer]].contiguous() for part in keeper.networks.parts(device, torch.float32)
-            )
-            for layer in keeper.layers
-        ]
+        order = [keeper.networks.place[layer] for layer in keeper.layers]
+        parts = keeper.networks.parts(device, torch.float32)
+        if order != list(range(len(parts[0]))):
+            parts = tuple(part[order] for part in parts)
+        self._parts = tuple(part.contiguous() for part in parts)
         positions = torch.arange(first, last, device=device)
-        self._tables = [keeper.unrotated[layer].tables(positions, torch.float32) for layer in keeper.layers]
+        tables = [keeper.unrotated[layer].tables(positions, torch.float32) for layer in keeper.layers]
+        if len({cos.shape for cos, _ in tables}) > 1:
+            raise KvsimError("the dual cache needs one rotary width in all layers; the plain engine does not")
+        self._cos, self._sin = (torch.stack(part) for part in zip(*tables, strict=True))
 
-    def gates(self, place: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def gates(self, keys: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """See `Door.gates`."""
-        cos, sin = self._tables[place]
-        return write_gate_step(keys, cos, sin, positions, *self._parts[place], first_position=self.first, eps=self._eps)
+        return write_gate_step(
+            keys, slots, self._cos, self._sin, positions, *self._parts, first_position=self.first, eps=self._eps
+        )
 
 
 class _FixedDoor:
@@ -55,11 +62,12 @@ class _FixedDoor:
     def __init__(self, keeper: FixedKeeper, first: int, last: int, kv_heads: int, device: torch.device) -> None:
         self.first = first
         shape = torch.empty(kv_heads, last - first, 0)
-        self._marks = [keeper.decide(layer, shape, first)[0].float().t().to(device) for layer in keeper.layers]
+        marks = [keeper.decide(layer, shape, first)[0].float().t() for layer in keeper.layers]
+        self._marks = torch.stack(marks).to(device)
 
-    def gates(self, place: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def gates(self, keys: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """See `Door.gates`."""
-        return self._marks[place][positions - self.first].reshape(-1)
+        return self._marks.index_select(1, positions - self.first)
 
 
 def door_of(keeper: Gatekeeper, positions: Items[int], steps: int, kv_heads: int, device: torch.device) -> Door:
@@ -74,6 +82,11 @@ def door_of(keeper: Gatekeeper, positions: Items[int], steps: int, kv_heads: int
         The most new tokens.
     kv_heads : int
     device : torch.device
+
+    Raises
+    ------
+    KvsimError
+        If layers are rotated by different widths.
     """
     first, last = min(positions), max(positions) + steps
     if isinstance(keeper, GateKeeper):

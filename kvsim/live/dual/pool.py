@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from kvsim_kernels.promote.kernel import promote
 
 from kvsim.errors import KvsimError
 
@@ -72,7 +73,7 @@ class Pool:
     """Keys and values of all rows, a row being a KV head of a layer of a sequence.
 
     A row's page table starts with the pages of its ring, whose slot is the position modulo the window; the pages of its
-    global tokens follow, in the order in which they were promoted.
+    global tokens follow, in the order in which they were promoted. The rings are the first pages, row after row.
 
     Parameters
     ----------
@@ -155,9 +156,32 @@ class Pool:
         """Bytes of keys and values, free pages included."""
         return int(self.keys.nbytes + self.values.nbytes)
 
+    def rings(self, pool: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """Give the rings as slots [K, batch, Hk, slots, d], a view of `keys` or `values`."""
+        layers = self.table.shape[0]
+        own = pool[: layers * self.rows * self.ring_pages]
+        return own.view(layers, self.rows // kv_heads, kv_heads, self.ring_pages * PAGE, pool.shape[2])
+
     def used(self) -> int:
         """Pages in use; waits for the device."""
         return self.pages - int(self.top)
+
+    def make_room(self, new_slots: torch.Tensor, tau: float) -> None:
+        """Let the oldest token of every full ring go or be promoted.
+
+        Which slots new tokens take is written to `new_slots` [K * R] int32: -1 once a page was needed and none left.
+        """
+        promote(
+            self.keys, self.values, self.ring_gates.flatten(0, 1), self.table.flatten(0, 1), self.pointer.flatten(),
+            self.counts.flatten(), self.free, self.top, self.status, new_slots, window=self.window, tau=tau,
+            lengths=self.lengths.flatten(),
+        )  # fmt: skip
+
+    def judge(self, new_slots: torch.Tensor, gates: torch.Tensor) -> None:
+        """Note the gates [K, R] of the tokens in `new_slots` [K, R], but for those that are -1."""
+        slots = new_slots.clamp(min=0).long().unsqueeze(2)
+        known = self.ring_gates.gather(2, slots)
+        self.ring_gates.scatter_(2, slots, torch.where(new_slots.unsqueeze(2) < 0, known, gates.unsqueeze(2)))
 
     def fill(self, layer: int, row: int, prompt: "Compact") -> None:
         """Take the prompt of one sequence in a layer, whose first row is `row` (WG-KV section 4.2).

@@ -1,4 +1,4 @@
-"""A batch being decoded in the dual cache: gate, promotion and attention of each layer, no host in between."""
+"""A batch being decoded in the dual cache: promotion, attention and gates of all layers, no host in between."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from kvsim_kernels.paged_decode.kernel import paged_decode
-from kvsim_kernels.promote.kernel import promote
 
 from kvsim.errors import KvsimError
 from kvsim.live.dual.doors import door_of
@@ -25,10 +24,11 @@ __all__ = ["DualSession"]
 class DualSession(Session):
     """Prompts under one admission, decoded in one pool of pages.
 
-    In each step and eligible layer the new key's gate is computed, the token that leaves the local window is promoted
-    or overwritten, and the query attends to the ring and the global pages. When the pool has no page left, the step
-    that needed it is undone as soon as that is read: `check` raises `PoolFullError`, `grow` enlarges the pool, and
-    decoding goes on with that step.
+    A step begins with what leaves the local windows, which is promoted or gone in all eligible layers at once. New keys
+    and values are written into the rings, where queries attend to them and to the global pages; at the end the gates of
+    all new keys are computed, which are not needed before these leave in their turn. When the pool has no page left,
+    nothing is overwritten from that step on, and it is undone as soon as that is read: `check` raises `PoolFullError`,
+    `grow` enlarges the pool, and decoding goes on with that step.
 
     Parameters
     ----------
@@ -85,12 +85,13 @@ class DualSession(Session):
             raise KvsimError("prompts of one batch must have been read into one pool")
         self._take(own_pool, batch * kv_heads, steps)
         self.gates = torch.zeros(depth, steps + 1, batch * kv_heads, device=device)
-        self._full = torch.zeros(steps + 1, depth, dtype=torch.int32, device=device)
-        self._skipped: set[int] = set()
+        self._new_slots = torch.zeros(depth, batch, kv_heads, dtype=torch.int32, device=device)
+        self._full = torch.zeros(steps + 1, dtype=torch.int32, device=device)
         self._is_stuck = False
         if any(layer.info.sliding_window is not None for layer in prefixes[0].layers):
             # What a windowed layer's ring has overwritten cannot be undone.
             self.read_back = 1
+        keys, values = self._rings()
         growths: dict[tuple[int, ...], Growth] = {}
         rings: dict[tuple[int, bool], Ring] = {}
         found: list[Slots] = []
@@ -103,7 +104,9 @@ class DualSession(Session):
                 positions = max(prefix.length for prefix in prefixes) + steps
                 found.append(ring_slots(prefixes, index, ring, positions))
             elif layer.info.eligible:
-                found.append(self._scratch(prefixes, index))
+                place = prefixes[0].eligible.index(index)
+                slots = self._new_slots[place]
+                found.append(Slots(layer, keys[place], values[place], slots[:, 0], slots, ordinal=place))
             else:
                 found.append(growing_slots(prefixes, self.sequences, index, growths))
         self._movers = [*growths.values(), *rings.values()]
@@ -129,15 +132,18 @@ class DualSession(Session):
         gates = marks.float() if known.scores is None else torch.from_numpy(known.scores[groups]).to(device)
         return Compact.of(own.keys, own.values, gates, marks, known.window)
 
-    def _scratch(self, prefixes: Items[Prefix], index: int) -> Slots:
-        """Give the place where an eligible layer's keys and values of a step are written first."""
-        layer = prefixes[0].layers[index]
-        shape = len(prefixes), self._kv_heads, 1, layer.keys.shape[-1]
-        new_slots = torch.zeros(len(prefixes), 1, dtype=torch.int32, device=layer.keys.device)
-        place = prefixes[0].eligible.index(index)
-        return Slots(
-            layer, layer.keys.new_zeros(shape), layer.values.new_zeros(shape), new_slots[:, 0], new_slots, ordinal=place
-        )
+    def _rings(self) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = self.pool
+        return pool.rings(pool.keys, self._kv_heads), pool.rings(pool.values, self._kv_heads)
+
+    def _forward(self, scored: bool) -> None:
+        pool = self.pool
+        pool.make_room(self._new_slots.flatten(), self.door.tau)
+        self._full.index_copy_(0, self.clock.at, pool.status)
+        super()._forward(scored)
+        gates = self.door.gates(self._rings()[0], self._new_slots, self.clock.last).flatten(1)
+        pool.judge(self._new_slots.flatten(1), gates)
+        self.gates.index_copy_(1, self.clock.at, gates.unsqueeze(1))
 
     def _attend(self, own: Slots, query: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if own.ordinal is None:
@@ -145,15 +151,6 @@ class DualSession(Session):
         place, pool = own.ordinal, self.pool
         batch, heads, dim = query.shape
         rows = batch * self._kv_heads
-        if place not in self._skipped:
-            gates = self.door.gates(place, own.keys[:, :, 0], self.clock.last)
-            self.gates[place].index_copy_(0, self.clock.at, gates.unsqueeze(0))
-            promote(
-                pool.keys, pool.values, own.keys.view(rows, dim), own.values.view(rows, dim), gates,
-                pool.ring_gates[place], pool.table[place], pool.pointer[place], pool.counts[place],
-                pool.free, pool.top, pool.status, window=pool.window, tau=self.door.tau, lengths=pool.lengths[place],
-            )  # fmt: skip
-            self._full[:, place].index_copy_(0, self.clock.at, pool.status)
         info = own.info.info
         found = paged_decode(
             query.reshape(rows, heads // self._kv_heads, dim), pool.keys, pool.values, pool.table[place],
@@ -176,7 +173,6 @@ class DualSession(Session):
         if self._is_stuck:
             raise PoolFullError("the pool is full; give it more pages (grow) before the next step")
         super().step()
-        self._skipped.clear()
 
     def check(self) -> None:
         """Read whether the pool has been enough; waits for the device.
@@ -201,13 +197,17 @@ class DualSession(Session):
         self._is_stuck = False
         self._graphs.clear()
         self._warm.clear()
+        keys, values = self._rings()
+        for own in self.layers:
+            if own.ordinal is not None:
+                own.keys, own.values = keys[own.ordinal], values[own.ordinal]
+        self._use()
 
     def _rewind(self) -> None:
-        """Go back to before the step that found no page; layers that took its token already will not take it again."""
-        step, place = (int(index) for index in (self._full > 0).nonzero()[0])
+        """Go back to before the step that found no page."""
+        step = int(self._full.nonzero()[0])
         back = self.done - (step - 1)
-        self.done = step - 1
-        self._skipped, self._is_stuck = set(range(place)), True
+        self.done, self._is_stuck = step - 1, True
         self.clock.last -= back
         self.clock.at -= back
         self.tokens.copy_(self.history[step])
@@ -218,7 +218,7 @@ class DualSession(Session):
     @property
     def cache_bytes(self) -> int:
         """Bytes of the pool, free pages included, and of the other layers' slots."""
-        return self.pool.nbytes + super().cache_bytes
+        return self.pool.nbytes + sum(own.nbytes for own in self.layers if own.ordinal is None)
 
     def adopt(self, row: int, end: int) -> None:
         """See `Session.adopt`."""

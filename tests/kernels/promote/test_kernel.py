@@ -26,15 +26,24 @@ class Cache:
         self.gates = torch.full((rows, window), -torch.inf, device=DEVICE)
         self.pointer, self.status = ints(*[0] * (rows if each else 1)), ints(0)
         self.counts, self.lengths = ints(*[0] * rows), ints(*[0] * rows)
+        self.new_slots = ints(*[2**30] * rows)
 
-    def step(self, function, keys, values, gates, tau):
+    def make_room(self, function, tau):
         function(
-            self.keys, self.values, keys, values, gates, self.gates, self.table, self.pointer, self.counts, self.free,
-            self.top, self.status, window=self.window, tau=tau, lengths=self.lengths,
+            self.keys, self.values, self.gates, self.table, self.pointer, self.counts, self.free, self.top,
+            self.status, self.new_slots, window=self.window, tau=tau, lengths=self.lengths,
         )  # fmt: skip
 
+    def step(self, function, keys, values, gates, tau):
+        self.make_room(function, tau)
+        for row, slot in enumerate(self.new_slots.tolist()):
+            if slot >= 0:
+                page = int(self.table[row, slot // PAGE])
+                self.keys[page, slot % PAGE], self.values[page, slot % PAGE] = keys[row], values[row]
+                self.gates[row, slot] = gates[row]
+
     def state(self):
-        parts = (self.table, self.gates, self.pointer, self.counts, self.lengths, self.top, self.status)
+        parts = (self.table, self.gates, self.pointer, self.counts, self.lengths, self.top, self.new_slots, self.status)
         return [x.clone() for x in (self.keys, self.values, *parts)]
 
     def tokens(self, row):
@@ -97,10 +106,13 @@ def test_an_exhausted_pool_loses_nothing(function):
     before = cache.state()
     step(4)
     assert int(cache.status) == EXHAUSTED
-    same(cache.state()[:-1], before[:-1])
+    assert cache.new_slots.tolist() == [-1] * 3
+    same(cache.state()[:-2], before[:-2])
     # Nothing is written until someone has dealt with it.
+    cache.new_slots.fill_(7)
     step(5)
-    same(cache.state()[:-1], before[:-1])
+    assert cache.new_slots.tolist() == [-1] * 3
+    same(cache.state()[:-2], before[:-2])
     for row in range(3):
         assert cache.tokens(row)[:, 0].tolist() == [0, 1, 2, 3]
     # With one more page the same step can be taken.
@@ -126,7 +138,8 @@ def test_a_full_table_loses_nothing(function):
     before = cache.state()
     cache.step(function, normal(1, DIM, seed=99), normal(1, DIM), torch.ones(1, device=DEVICE), 0.5)
     assert int(cache.status) == TABLE_FULL
-    same(cache.state()[:-1], before[:-1])
+    assert cache.new_slots.tolist() == [-1]
+    same(cache.state()[:-2], before[:-2])
 
 
 @pytest.mark.parametrize(("window", "tau"), [(1, 0.5), (6, 0.3), (6, 0.0), (6, 2.0), (40, 0.5)])
@@ -162,17 +175,19 @@ def test_types_and_views(dtype, dim):
 
 
 def test_what_does_not_fit():
-    cache, key, gates = Cache(2, 4, 10), normal(2, DIM), torch.ones(2, device=DEVICE)
     for function in (promote, reference):
-        with pytest.raises(ValueError, match="do not fit a new key"):
-            cache.step(function, key, key[:, :8], gates, 0.5)
-        with pytest.raises(ValueError, match=r"must be \[2\]"):
-            cache.step(function, key, key, gates[:1], 0.5)
-        for change, match in (({"window": 5}, "window=5"), ({"table": cache.table[:, :0]}, "rings of 1 pages")):
+        for change, match in (
+            ({"window": 5}, "window=5"),
+            ({"table": Cache(2, 4, 10).table[:, :0]}, "rings of 1 pages"),
+            ({"values": normal(10, PAGE, 8)}, r"must both be \[P, 16, d\]"),
+            ({"new_slots": ints(0)}, r"must be \[2\]"),
+        ):
             other = Cache(2, 4, 10)
             vars(other).update(change)
             with pytest.raises(ValueError, match=match):
-                other.step(function, key, key, gates, 0.5)
-    cache.counts = cache.counts.long()
-    with pytest.raises(ValueError, match="int32"):
-        cache.step(promote, key, key, gates, 0.5)
+                other.make_room(function, 0.5)
+    for name in ("counts", "new_slots"):
+        other = Cache(2, 4, 10)
+        vars(other)[name] = vars(other)[name].long()
+        with pytest.raises(ValueError, match="int32"):
+            other.make_room(promote, 0.5)
