@@ -177,16 +177,12 @@ class DualCache:
             self._gates[:, chunk] = self._marks[:, chunk]
 
     def attend(self, layer: int, clock: Clock) -> torch.Tensor:
-        """See `Cache.attend`; gathering is part of it.
-
-        The output takes the place of the queries where one launch reads and writes a tile.
-        """
+        """See `Cache.attend`; gathering is part of it, and the output takes the place of the queries."""
         with clock.part("attention"):
             with clock.part("gather"):
                 admitted = gather_admitted(self._keys, self._values, self._marks)
-            out = None if self._tiling is not None and self._tiling.split else self.query
             found = vertical_slash(
-                self.query, self._keys, self._values, admitted, window=self.window, tiling=self._tiling, out=out
+                self.query, self._keys, self._values, admitted, window=self.window, tiling=self._tiling, out=self.query
             )
         assert isinstance(found, torch.Tensor)
         return found

@@ -5,6 +5,8 @@ keys: up to `whole` all of its rows see them and nothing is masked, up to `end` 
 its two edges are masked. Logits stay unscaled: the factor, times log2(e), is part of the exponent.
 """
 
+import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +27,8 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _LANES = 256
 _EDGE = 64
 _REST = 128
+_WIDE = 227 * 1024
+_SCRATCH = 450_000_000
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,7 @@ class Tiling:
         Whether the gathered keys and values are read through tensor descriptors (TMA).
     split : bool
         Whether the whole blocks of admitted keys have a launch of their own, which reads all through descriptors; the
-        output is rounded in between.
-    specialize : bool
-        Whether the compiler gives loads and products of that launch to different warps: on Hopper 4 warps become 12.
+        output is rounded in between. Where descriptors cannot read something, there is one launch.
     registers : int, optional
         Most registers of a thread.
     """
@@ -57,18 +59,39 @@ class Tiling:
     pack: bool = True
     descriptors: bool = False
     split: bool = False
-    specialize: bool = False
     registers: int | None = None
 
 
-def default_tiling(dtype: torch.dtype, dim: int) -> Tiling:
-    """Choose a tiling for the type and the head dimension."""
-    if dtype.itemsize == 4:
+def default_tiling(query: torch.Tensor, admitted: Admitted) -> Tiling:
+    """Choose a tiling for queries [H, L, d] and what is admitted.
+
+    Two launches are the fastest where descriptors read everything and a multiprocessor has the shared memory for three
+    blocks of 128 keys and values, as from Hopper on; Triton's interpreter has both.
+    """
+    if query.element_size() == 4:
         # 32-bit numbers are not multiplied by the matrix units: what a thread holds of a tile are its registers.
         return Tiling(rows=32, columns=32, warps=8, stages=1)
-    if dim > 128:
+    if query.shape[-1] > 128:
         return Tiling(columns=32, stages=2)
+    if _shared_memory(query.device) >= _WIDE and _can_describe(query, admitted.keys, admitted.values):
+        return Tiling(split=True, columns=128, stages=3)
     return Tiling()
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Count the bytes of shared memory that a program can have."""
+    if device.type != "cuda":
+        return _WIDE
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
+
+
+def _can_describe(*tensors: torch.Tensor) -> bool:
+    """Say whether tensor descriptors can read these: something is there, and addresses are multiples of 16 bytes."""
+    return all(
+        x.numel() > 0 and not any(at % 16 for at in (x.data_ptr(), *(n * x.element_size() for n in x.stride()[:-1])))
+        for x in tensors
+    )
 
 
 @triton.jit
@@ -218,7 +241,7 @@ def _band(
     return top, total, found
 
 
-@triton.jit(do_not_specialize=["length", "tiles"])
+@triton.jit(do_not_specialize=["tiles", "first_head", "first_row", "stop_row", "held"])
 def _attend_whole(
     query_rows,
     key_rows,
@@ -228,42 +251,42 @@ def _attend_whole(
     lse,
     scale,
     softcap,
-    length,
     tiles,
+    first_head,
+    first_row,
+    stop_row,
+    held,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
 ):
-    """Attend to the whole blocks of admitted keys alone.
-
-    With a single loop, and all that is loaded coming through descriptors, warps can be specialised on Hopper as well.
-    """
+    """Let a piece's queries attend to the whole blocks of admitted keys alone, in an output that holds the piece."""
     # The tiles with most keys come first, those of the heads that read the same keys side by side.
-    tile, head = tiles - 1 - tl.program_id(0) // GROUP, tl.program_id(1) * GROUP + tl.program_id(0) % GROUP
-    q = query_rows.load([head, tile * ROWS, 0]).reshape([ROWS, WIDTH])
-    bounds += (tl.program_id(1).to(tl.int64) * tiles + tile) * 3
+    tile, lane = tl.cdiv(stop_row, ROWS) - 1 - tl.program_id(0) // GROUP, tl.program_id(0) % GROUP
+    kv_head = first_head + tl.program_id(1)
+    q = query_rows.load([kv_head * GROUP + lane, tile * ROWS, 0]).reshape([ROWS, WIDTH])
+    bounds += (kv_head.to(tl.int64) * tiles + tile) * 3
     begin, whole = tl.load(bounds), tl.load(bounds + 1)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, WIDTH], tl.float32)
-    for at in tl.range(begin, whole, COLUMNS, num_stages=STAGES, warp_specialize=SPECIALIZE):
+    for at in tl.range(begin, whole, COLUMNS, num_stages=STAGES):
         k = key_rows.load([at, 0])
         v = value_rows.load([at, 0])
         top, total, found = _absorb(q, k.T, v, None, top, total, found, scale, softcap)
     total = tl.where(total > 0, total, 1.0)
     found = found / total[:, None]
     row, dim = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    place = head.to(tl.int64) * length + row
-    known = (row < length)[:, None] & (dim < DIM)[None, :]
+    place = (tl.program_id(1) * GROUP + lane).to(tl.int64) * held + (row - first_row)
+    known = (row < stop_row)[:, None] & (dim < DIM)[None, :]
     tl.store(output + place[:, None] * DIM + dim[None, :], found.to(output.dtype.element_ty), mask=known)
-    tl.store(lse + place, (top + tl.log2(total)) * _LN2, mask=row < length)
+    tl.store(lse + place, (top + tl.log2(total)) * _LN2, mask=row < stop_row)
 
 
-@triton.jit(do_not_specialize=["window", "length", "tiles"])
+@triton.jit(do_not_specialize=["window", "length", "tiles", "first_head", "first_row", "stop_row", "held"])
 def _attend(
     query,
     key,
@@ -274,6 +297,8 @@ def _attend(
     admitted_values,
     positions,
     bounds,
+    part,
+    part_lse,
     output,
     lse,
     scale,
@@ -281,6 +306,10 @@ def _attend(
     window,
     length,
     tiles,
+    first_head,
+    first_row,
+    stop_row,
+    held,
     stride_query_head,
     stride_query,
     stride_key_head,
@@ -297,16 +326,20 @@ def _attend(
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend with a tile of queries; `RESUME` takes up what `_attend_whole` left in `output` and `lse`."""
+    """Attend with a tile of a piece's queries; `RESUME` takes up what `_attend_whole` left in `part` and `part_lse`.
+
+    A program alone reads the queries, and what it takes up, whose place it writes: `output` may be either.
+    """
     SPAN: tl.constexpr = ROWS // PACK
     BUNDLES: tl.constexpr = GROUP // PACK
     # The tiles with most keys come first, those of the heads that read the same keys side by side.
-    tile, kv_head = tiles - 1 - tl.program_id(0) // BUNDLES, tl.program_id(1).to(tl.int64)
+    tile = tl.cdiv(stop_row, SPAN) - 1 - tl.program_id(0) // BUNDLES
+    kv_head = (first_head + tl.program_id(1)).to(tl.int64)
     lane, dim = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     row = tile * SPAN + lane // PACK
     head = kv_head * GROUP + tl.program_id(0) % BUNDLES * PACK + lane % PACK
     # Where the width is the dimension the compiler drops the mask.
-    is_row, is_dim = row < length, dim < DIM
+    is_row, is_dim = row < stop_row, dim < DIM
     known = is_row[:, None] & is_dim[None, :]
     q = tl.load(
         query + (head * stride_query_head + row.to(tl.int64) * stride_query)[:, None] + dim[None, :],
@@ -317,9 +350,10 @@ def _attend(
     bounds += (kv_head * tiles + tile) * 3
     begin, whole, end = tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2)
     if RESUME:
-        top = tl.load(lse + place, mask=is_row, other=float("-inf")) * _LOG2E
+        left = (head - first_head * GROUP) * held + (row - first_row)
+        top = tl.load(part_lse + left, mask=is_row, other=float("-inf")) * _LOG2E
         total = tl.where(top > float("-inf"), 1.0, 0.0)
-        found = tl.load(output + place[:, None] * DIM + dim[None, :], mask=known, other=0.0).to(tl.float32)
+        found = tl.load(part + left[:, None] * DIM + dim[None, :], mask=known, other=0.0).to(tl.float32)
     else:
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -334,7 +368,7 @@ def _attend(
     )  # fmt: skip
     top, total, found = _band(
         q, key + kv_head * stride_key_head, value + kv_head * stride_value_head, stride_key, stride_value, row,
-        tile * SPAN, tl.minimum(tile * SPAN + SPAN, length), (top, total, found), scale, softcap, window,
+        tile * SPAN, tl.minimum(tile * SPAN + SPAN, stop_row), (top, total, found), scale, softcap, window,
         dim, is_dim, EDGE, STAGES,
     )  # fmt: skip
     # Every query sees itself; rows beyond the last may see nothing.
@@ -373,6 +407,21 @@ def seen_by_chunk(admitted: Admitted, length: int, *, window: int, chunk: int) -
     return _find_bounds(admitted, length, window, None, chunk, chunk, 1)[..., 1] - admitted.starts[:-1, None]
 
 
+def _piece(kv_heads: int, length: int, rows: int, size: int) -> tuple[int, int]:
+    """Choose how many KV heads, and how many queries of each, two launches take before the next two do.
+
+    They are as many heads as fit `_SCRATCH` bytes, or of a head that alone does not fit as many tiles of `rows`
+    queries; pieces are equal. Of a KV head, a query holds `size` bytes.
+    """
+
+    def equal(count: int, most: int) -> int:
+        return int(triton.cdiv(count, triton.cdiv(count, max(1, most))))
+
+    if length * size <= _SCRATCH:
+        return equal(kv_heads, _SCRATCH // (length * size)), length
+    return 1, min(length, equal(triton.cdiv(length, rows), _SCRATCH // (rows * size)) * rows)
+
+
 def vertical_slash(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -405,9 +454,10 @@ def vertical_slash(
     return_lse : bool
         Give the log-sum-exp as well, for `merge_partials`.
     out : Tensor [H, L, d], optional
-        Where to write; contiguous.
+        Where to write; contiguous. It may be the query: two launches then go over KV heads, or parts of the queries
+        of one, in turn, with at most 450 MB for what is between them.
     tiling : Tiling, optional
-        How the work is cut; `default_tiling` by default, always the same one.
+        How the work is cut; `default_tiling` chooses by default.
 
     Raises
     ------
@@ -422,20 +472,29 @@ def vertical_slash(
     heads, length, dim = query.shape
     if len(admitted.starts) != key.shape[0] + 1 or admitted.keys.shape[-1] != dim:
         raise ValueError(f"what {len(admitted.starts) - 1} KV heads admit does not fit {key.shape[0]} of d={dim}")
-    tiling = default_tiling(query.dtype, dim) if tiling is None else tiling
+    tiling = default_tiling(query, admitted) if tiling is None else tiling
     tile = min(tiling.rows, _REST) if tiling.split else tiling.rows
     pack = min(group & -group, max(1, tile // 8)) if tiling.pack else 1
     span = tile // pack
     step = tiling.rows if tiling.split else span
     if chunk is not None and (chunk < 1 or chunk % step):
         raise ValueError(f"chunk={chunk} must be a multiple of {step}, the queries of a tile")
-    out = torch.empty(heads, length, dim, dtype=query.dtype, device=query.device) if out is None else out
-    width, size = max(16, triton.next_power_of_2(dim)), query.element_size()
-    described = (tiling.descriptors or tiling.split) and len(admitted.keys) > 0 and dim * size % 16 == 0
-    split = tiling.split and described and all(x * size % 16 == 0 for x in query.stride()[:2])
-    lse = None
-    if return_lse or split:
-        lse = torch.empty(heads, length, dtype=torch.float32, device=query.device)
+    place = {"dtype": query.dtype, "device": query.device}
+    out = torch.empty(heads, length, dim, **place) if out is None else out
+    is_over = out.data_ptr() == query.data_ptr()
+    if out.shape != query.shape or not out.is_contiguous() or (is_over and not query.is_contiguous()):
+        raise ValueError(f"out must be contiguous, of shape {tuple(query.shape)}; so must a query that it overwrites")
+    described = (tiling.descriptors or tiling.split) and _can_describe(admitted.keys, admitted.values)
+    split = tiling.split and described and _can_describe(query)
+    many_heads, many_rows, part = heads // group, length, out
+    if split and is_over:
+        many_heads, many_rows = _piece(heads // group, length, tiling.rows, group * (dim * query.element_size() + 4))
+        part = torch.empty(many_heads * group, many_rows, dim, **place)
+    lse = torch.empty(heads, length, dtype=torch.float32, device=query.device) if return_lse else None
+    part_lse = lse
+    if split and (lse is None or is_over):
+        part_lse = torch.empty(part.shape[:2], dtype=torch.float32, device=query.device)
+    width = max(16, triton.next_power_of_2(dim))
     rows = [
         TensorDescriptor.from_tensor(x, [tiling.columns, width]) if described else None
         for x in (admitted.keys, admitted.values)
@@ -443,19 +502,23 @@ def vertical_slash(
     factor = float(dim**-0.5 if scaling is None else scaling)
     options = {"GROUP": group, "DIM": dim, "WIDTH": width, "COLUMNS": tiling.columns, "num_stages": tiling.stages}
     more = {} if tiling.registers is None else {"maxnreg": tiling.registers}
-    if split:
-        bounds = _find_bounds(admitted, length, window, chunk, tiling.rows, tiling.rows, tiling.columns)
-        _attend_whole[(bounds.shape[1] * group, heads // group)](
-            TensorDescriptor.from_tensor(query, [1, tiling.rows, width]), *rows, bounds, out, lse, factor, softcap,
-            length, bounds.shape[1], ROWS=tiling.rows, STAGES=tiling.stages, SPECIALIZE=tiling.specialize,
-            num_warps=tiling.warps, **options, **more,
-        )  # fmt: skip
-        more = {}
     bounds = _find_bounds(admitted, length, window, chunk, span, tiling.rows if split else span, tiling.columns)
-    _attend[(bounds.shape[1] * (group // pack), heads // group)](
-        query, key, value, *rows, admitted.keys, admitted.values, admitted.positions, bounds, out, lse, factor, softcap,
-        window, length, bounds.shape[1], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-        RESUME=split, PACK=pack, ROWS=tile, EDGE=min(tiling.columns, _EDGE), STAGES=tiling.stages,
-        num_warps=tile // 16 if split else tiling.warps, **options, **more,
-    )  # fmt: skip
-    return Attended(out, lse) if return_lse and lse is not None else out
+    whole = query_rows = None
+    if split:
+        whole = _find_bounds(admitted, length, window, chunk, tiling.rows, tiling.rows, tiling.columns)
+        query_rows = TensorDescriptor.from_tensor(query, [1, tiling.rows, width])
+    for first_head, first_row in itertools.product(range(0, heads // group, many_heads), range(0, length, many_rows)):
+        stop_row, own_heads = min(length, first_row + many_rows), min(many_heads, heads // group - first_head)
+        piece = first_head, first_row, stop_row, part.shape[1]
+        if whole is not None:
+            _attend_whole[(triton.cdiv(stop_row - first_row, tiling.rows) * group, own_heads)](
+                query_rows, *rows, whole, part, part_lse, factor, softcap, whole.shape[1], *piece, ROWS=tiling.rows,
+                STAGES=tiling.stages, num_warps=tiling.warps, **options, **more,
+            )  # fmt: skip
+        _attend[(triton.cdiv(stop_row - first_row, span) * (group // pack), own_heads)](
+            query, key, value, *rows, admitted.keys, admitted.values, admitted.positions, bounds, part, part_lse, out,
+            lse, factor, softcap, window, length, bounds.shape[1], *piece, *query.stride()[:2], *key.stride()[:2],
+            *value.stride()[:2], RESUME=split, PACK=pack, ROWS=tile, EDGE=min(tiling.columns, _EDGE),
+            STAGES=tiling.stages, num_warps=tile // 16 if split else tiling.warps, **options, **({} if split else more),
+        )  # fmt: skip
+    return Attended(out, lse) if lse is not None else out

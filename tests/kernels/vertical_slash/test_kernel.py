@@ -65,7 +65,7 @@ def test_shapes(kv_heads, group, dim, length, window, dtype):
         Tiling(rows=32, columns=16, descriptors=True),
         Tiling(rows=32, columns=16, descriptors=True, pack=False, warps=4),
         Tiling(rows=32, columns=16, split=True, warps=4),
-        Tiling(rows=256, columns=64, specialize=True, split=True, warps=4),
+        Tiling(rows=256, columns=64, split=True, warps=4),
         Tiling(rows=128, columns=128, stages=2),
     ],
     ids=str,
