@@ -215,7 +215,9 @@ def closed_loop(
     more: More = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="POLICY", help="Policy string; repeatable; six rules in every group if not given."),
+        typer.Option(
+            "--policy", metavar="POLICY", help="Policy string; repeatable; six rules in every group if not given."
+        ),
     ] = None,
     compression_ratio: Annotated[
         list[str] | None,

@@ -26,7 +26,7 @@ def chart(
     ] = None,
     trace: Traces = None,
     policy: Annotated[
-        list[str] | None, typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")
+        list[str] | None, typer.Option("--policy", metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Ends with .html, .json (Vega-Lite), .png or .svg.")
@@ -56,7 +56,7 @@ def chart(
         str | None, typer.Option(metavar="NAME", help="For stability: finite (the default) or asymptotic.")
     ] = None,
     scorer: Annotated[
-        list[str] | None, typer.Option(metavar="SCORER", help="For spectrum: as after score=; repeatable.")
+        list[str] | None, typer.Option("--scorer", metavar="SCORER", help="For spectrum: as after score=; repeatable.")
     ] = None,
     ratios: Annotated[
         str,

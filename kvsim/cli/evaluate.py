@@ -29,7 +29,7 @@ Rows = list[dict[str, Any]]
 
 def evaluate(
     model: ModelPath,
-    task: Annotated[list[str], typer.Option(metavar="TASK", help="A task of `kvsim tasks`; repeatable.")],
+    task: Annotated[list[str], typer.Option("--task", metavar="TASK", help="A task of `kvsim tasks`; repeatable.")],
     policy: PolicyTexts,
     samples: Annotated[int, typer.Option(help="Samples of each task.")] = 50,
     length: Annotated[
@@ -52,7 +52,10 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="Parquet file; what it holds already is not run again.")
     ] = None,
     engine: Annotated[
-        str, typer.Option(metavar="ENGINE", help="plain, or triton: kernels on a CUDA GPU; kept mass is not measured.")
+        str,
+        typer.Option(
+            "--engine", metavar="ENGINE", help="plain, or triton: kernels on a CUDA GPU; kept mass is not measured."
+        ),
     ] = "plain",
     dtype: Dtype = None,
     device: Device = None,

@@ -43,7 +43,9 @@ CompressionRatio = Annotated[
     str | None,
     typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED, in [0, 1); 0.9 unless --budget is given."),
 ]
-PolicyTexts = Annotated[list[str], typer.Option(metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")]
+PolicyTexts = Annotated[
+    list[str], typer.Option("--policy", metavar="POLICY", help="Policy string such as ema:0.9; repeatable.")
+]
 Ratios = Annotated[
     list[str] | None,
     typer.Option(metavar="RATIO", help="Fraction of the prompt REMOVED, in [0, 1); repeatable; 0.9 by default."),
@@ -51,7 +53,7 @@ Ratios = Annotated[
 BudgetText = Annotated[
     str | None, typer.Option(metavar="TOKENS|PERCENT", help="Tokens to keep: 2048, or 10% of the prompt.")
 ]
-EngineName = Annotated[str, typer.Option(metavar="ENGINE", help=f"One of: {', '.join(ENGINES)}.")]
+EngineName = Annotated[str, typer.Option("--engine", metavar="ENGINE", help=f"One of: {', '.join(ENGINES)}.")]
 EngineMode = Annotated[Mode, typer.Option(help="Keep the layer order of the definition, or collapse it.")]
 Shadow = Annotated[bool, typer.Option("--shadow", help="Evict nothing; rank all positions at every step.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

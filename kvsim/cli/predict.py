@@ -19,7 +19,7 @@ __all__ = ["predict", "prediction"]
 
 def predict(
     model: ModelPath,
-    task: Annotated[list[str], typer.Option(metavar="TASK", help="A task of `kvsim tasks`; repeatable.")],
+    task: Annotated[list[str], typer.Option("--task", metavar="TASK", help="A task of `kvsim tasks`; repeatable.")],
     policy: PolicyTexts,
     out: Annotated[Path, typer.Option(metavar="FILE", help="New file of JSON lines, a row a sample and policy.")],
     samples: Annotated[int, typer.Option(help="Samples of each task.")] = 20,

@@ -20,7 +20,8 @@ def sweep(
         list[str], typer.Option(metavar="DIR|GLOB", help="Trace directory, quoted glob, or URL; repeatable.")
     ],
     policy: Annotated[
-        list[str], typer.Option(metavar="POLICY", help="Policy to start from, such as ema or tova; repeatable.")
+        list[str],
+        typer.Option("--policy", metavar="POLICY", help="Policy to start from, such as ema or tova; repeatable."),
     ],
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="Parquet file; results that it holds already are not computed again.")

@@ -1,5 +1,6 @@
 """The command line as a user meets it: output, JSON, exit codes, and nothing half-written."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import polars as pl
 import pytest
 from cases import write_trace
 from rich.console import Console
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 import kvsim
@@ -278,6 +280,27 @@ def test_an_argument_of_the_scorer_is_not_one_of_the_preset(trace):
         message = run("replay", "--trace", trace.path, "--policy", f"{word}/budget=8", code=2).stderr
         assert f"policy 'knorm' takes no arguments, got '{word[6:]}'" in message
         assert ("; its scorer does: single/score=knorm:sign=plus/group=head" in message) == hint
+
+
+def options(group):
+    """Give each option of a group's commands: name of the parameter, and what was said of it."""
+    for command in group.registered_commands:
+        for name, parameter in inspect.signature(command.callback).parameters.items():
+            for said in getattr(parameter.annotation, "__metadata__", ()):
+                if isinstance(said, OptionInfo):
+                    yield name, said
+    for inner in group.registered_groups:
+        yield from options(inner.typer_instance)
+
+
+def test_options_are_lower_case_in_every_typer():
+    """Some versions of typer (0.27) write a flag as its metavar, --POLICY, where that is the same word."""
+    found = list(options(app))
+    assert len(found) > 100
+    for name, said in found:
+        same_word = said.metavar is not None and said.metavar.lower() == name
+        # In Annotated the first flag is where a default would be.
+        assert not same_word or f"--{name}" in (said.default, *said.param_decls), name
 
 
 @pytest.mark.parametrize(

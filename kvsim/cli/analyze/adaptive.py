@@ -32,7 +32,9 @@ def adaptive(
     more: More = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="POLICY", help="Adaptive rule; repeatable. By default each, over=both and over=step."),
+        typer.Option(
+            "--policy", metavar="POLICY", help="Adaptive rule; repeatable. By default each, over=both and over=step."
+        ),
     ] = None,
     compression_ratio: CompressionRatio = None,
     budget: BudgetText = None,

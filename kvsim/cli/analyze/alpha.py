@@ -31,7 +31,11 @@ def alpha(
     more: More = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="POLICY", help="Linear rule; repeatable. By default ema at eight alphas, and cumulative."),
+        typer.Option(
+            "--policy",
+            metavar="POLICY",
+            help="Linear rule; repeatable. By default ema at eight alphas, and cumulative.",
+        ),
     ] = None,
     compression_ratio: CompressionRatio = None,
     budget: BudgetText = None,

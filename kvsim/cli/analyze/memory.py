@@ -15,7 +15,9 @@ __all__ = ["memory"]
 
 
 def memory(
-    policy: Annotated[list[str], typer.Option(metavar="POLICY", help="Linear rule such as ema:0.8; repeatable.")],
+    policy: Annotated[
+        list[str], typer.Option("--policy", metavar="POLICY", help="Linear rule such as ema:0.8; repeatable.")
+    ],
     layers: Annotated[int | None, typer.Option(metavar="K", help="Layers of the model.")] = None,
     trace: Annotated[str | None, typer.Option(metavar="DIR", help="Recording to take layers and steps from.")] = None,
     as_json: AsJson = False,

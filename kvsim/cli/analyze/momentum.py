@@ -24,7 +24,9 @@ def momentum(
     more: More = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="POLICY", help=f"Linear rule; repeatable. By default: {' '.join(DEFAULT_POLICIES)}."),
+        typer.Option(
+            "--policy", metavar="POLICY", help=f"Linear rule; repeatable. By default: {' '.join(DEFAULT_POLICIES)}."
+        ),
     ] = None,
     score: Annotated[
         list[str] | None,

@@ -16,7 +16,11 @@ __all__ = ["Scorers", "print_left_out", "scorers"]
 
 Scorers = Annotated[
     list[str] | None,
-    typer.Option(metavar="SCORER", help="As after score=, such as learned:FILE; repeatable. By default all there are."),
+    typer.Option(
+        "--scorer",
+        metavar="SCORER",
+        help="As after score=, such as learned:FILE; repeatable. By default all there are.",
+    ),
 ]
 
 COLUMNS = ("mean_of_layers", "layer_mean", "layer", "min", "max")

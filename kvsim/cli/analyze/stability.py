@@ -19,7 +19,9 @@ def stability(
     more: More = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(metavar="POLICY", help=f"Linear rule; repeatable. By default: {' '.join(DEFAULT_POLICIES)}."),
+        typer.Option(
+            "--policy", metavar="POLICY", help=f"Linear rule; repeatable. By default: {' '.join(DEFAULT_POLICIES)}."
+        ),
     ] = None,
     compression_ratio: CompressionRatio = None,
     budget: BudgetText = None,
