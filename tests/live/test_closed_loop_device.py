@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kernel_cases import DEVICE
 from recording import PROMPT, VOCAB, tiny
 
 from kvsim.errors import KvsimError, PolicyError
@@ -115,7 +116,7 @@ def test_what_is_refused(model, prefix, monkeypatch):
     with pytest.raises(KvsimError, match=r"unknown engine 'tritn'.*torch, triton"):
         closed_loop_on_device(model, prefix, FORCED, ["full"], engine="tritn")
     with pytest.raises(KvsimError, match="holds 8192 positions of a closed loop, got 8193; use 'torch'"):
-        replayer_of("triton", torch.device("cpu"), MOST + 1)
+        replayer_of("triton", torch.device(DEVICE), MOST + 1)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(KvsimError, match="engine 'triton' needs a CUDA GPU"):
         replayer_of("triton", torch.device("cpu"), MOST)

@@ -5,6 +5,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
+from kernel_cases import DEVICE, ints
 from recording import PROMPT, VOCAB, tiny
 
 from kvsim.live import prefill
@@ -26,7 +27,7 @@ RULES = [
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny("llama-gqa3", "sdpa")
+    return tiny("llama-gqa3", "sdpa").to(DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def prefix(model):
 
 def rules_of(prefix, group):
     plans = [Sequence(parse(f"{rule}/group={group}"), prefix, STEPS).plan for rule in RULES]
-    return Rules(plans, prefix.length, prefix.length + STEPS, torch.device("cpu"))
+    return Rules(plans, prefix.length, prefix.length + STEPS, torch.device(DEVICE))
 
 
 def random_rows(prefix, lanes, start, width, seed=0):
@@ -44,11 +45,11 @@ def random_rows(prefix, lanes, start, width, seed=0):
     rng = torch.Generator().manual_seed(seed)
     layers, heads, positions = len(prefix.eligible), prefix.num_heads, prefix.length + STEPS
     rows = torch.rand(lanes, width, layers, heads, positions, generator=rng) ** 4
-    newest = prefix.length + start[:, None] + torch.arange(width)
+    newest = prefix.length + start.cpu()[:, None] + torch.arange(width)
     rows *= torch.arange(positions) <= newest[:, :, None, None, None]
     rows[:, 1, :, 0, 1:] = 0
     rows[:, 2, :, 1] = 0
-    return rows / rows.sum(-1, keepdim=True).clamp(min=1e-9)
+    return (rows / rows.sum(-1, keepdim=True).clamp(min=1e-9)).to(DEVICE)
 
 
 def assert_same(want, got, runs=None):
@@ -68,19 +69,21 @@ def test_a_pass_from_steps_in_the_middle(prefix, monkeypatch, group, tile):
     """Lanes of some of the plans, from different steps, whose pass had wrong sets from different steps on."""
     monkeypatch.setattr("kvsim.live.device.kernel.TILE", tile)
     rules = rules_of(prefix, group)
-    own, first, start = torch.tensor([3, 0, 1, 4, 2]), torch.tensor([0, 3, 9, 2, 8]), torch.tensor([0, 3, 8, 2, 8])
+    own, first, start = (
+        ints(*steps, dtype=torch.int64) for steps in ((3, 0, 1, 4, 2), (0, 3, 9, 2, 8), (0, 3, 8, 2, 8))
+    )
     width = 6
     states = rules.start(), rules.start()
-    every = torch.arange(len(RULES))
+    every = torch.arange(len(RULES), device=DEVICE)
     before = random_rows(prefix, len(RULES), every * 0, STEPS, seed=1)
     for lane, plan in enumerate(own):
         for t in range(1, int(first[lane]) + 1):
             for state in states:
                 one = plan.view(1)
-                state.put(one, rules.step(one, state.of(one), torch.tensor([t]), before[one, t - 1]).state)
+                state.put(one, rules.step(one, state.of(one), t + 0 * one, before[one, t - 1]).state)
     rows = random_rows(prefix, len(own), start, width)
     # The right sets, and then wrong ones.
-    ran = torch.full((len(own), rules.count, rules.where.numel()), NEVER, dtype=torch.int32)
+    ran = torch.full((len(own), rules.count, rules.where.numel()), NEVER, dtype=torch.int32, device=DEVICE)
     seen = Seen(own, first, start, width, rows, ran)
     ahead = TorchReplayer().replay(rules, states[0].of(every), seen).evicted_at
     ran.copy_(torch.where(ahead < 0, NEVER, ahead))
@@ -89,7 +92,7 @@ def test_a_pass_from_steps_in_the_middle(prefix, monkeypatch, group, tile):
             ran[lane, -1, int((ran[lane, -1] > until).nonzero()[0])] = until
     want = TorchReplayer().replay(rules, states[0], seen)
     got = KernelReplayer().replay(rules, states[1], seen)
-    assert_same(want, got, start[:, None] + torch.arange(width) >= first[:, None])
+    assert_same(want, got, start[:, None] + torch.arange(width, device=DEVICE) >= first[:, None])
     assert_same(*states)
     assert want.final.tolist() == [2, 7, 13, 5, 14]
 
@@ -110,11 +113,11 @@ def test_all_steps_of_one_layer(prefix):
 
 def test_close_cuts_are_counted_and_ties_keep_the_newest(prefix):
     rules = rules_of(prefix, "layer")
-    lanes = torch.arange(len(RULES))
+    lanes = torch.arange(len(RULES), device=DEVICE)
     rows = random_rows(prefix, len(RULES), lanes * 0, STEPS)
     rows[:] = (rows > 0) / (rows > 0).sum(-1, keepdim=True).clamp(min=1)
-    rows[1:] *= 1 + 1e-6 * torch.rand(rows[1:].shape, generator=torch.Generator().manual_seed(2))
-    ran = torch.full((len(lanes), rules.count, rules.where.numel()), NEVER, dtype=torch.int32)
+    rows[1:] *= 1 + 1e-6 * torch.rand(rows[1:].shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    ran = torch.full((len(lanes), rules.count, rules.where.numel()), NEVER, dtype=torch.int32, device=DEVICE)
     states = rules.start(), rules.start()
     seen = Seen(lanes, lanes * 0, lanes * 0, STEPS, rows, ran)
     want, got = (

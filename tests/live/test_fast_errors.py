@@ -10,7 +10,7 @@ import torch
 import kvsim
 from kvsim.live import decode, prefill, prefill_under
 from kvsim.live.fast import decode_fast
-from kvsim.live.fast.session import Session
+from kvsim.live.fast.session import Session, alike
 
 pytestmark = pytest.mark.usefixtures("quiet_infinities")
 
@@ -112,3 +112,19 @@ def test_logits_that_are_no_numbers_are_named_by_their_step(monkeypatch):
         model.get_input_embeddings().weight[2] = torch.nan
     held, layers = held_after(monkeypatch, model, prefix, kvsim.KvsimError, r"step 2: the model's logits are not num")
     assert (held, layers) == (0, 2)
+
+
+def test_logits_of_a_captured_step_that_are_numbers_in_neither_run_are_alike():
+    """Their step is named by whoever reads them; a graph that gives other numbers is a fault of its own."""
+    nan, inf = torch.nan, torch.inf
+    wanted = torch.tensor([[10.0, -3, 0], [1, 2, 3]])
+    assert alike(wanted + 0.19, wanted)
+    assert not alike(wanted + 0.21, wanted)
+    assert alike(wanted * nan, wanted * nan)
+    masked = wanted.masked_fill(wanted == 0, -inf)
+    assert alike(masked + 0.1, masked)
+    assert alike(torch.tensor([[1.0, inf]]), torch.tensor([[1.0, nan]]))
+    assert not alike(torch.tensor([[2.0, nan]]), torch.tensor([[1.0, nan]]))
+    for broken in (nan, inf):
+        assert not alike(wanted.masked_fill(wanted == 2, broken), wanted)
+        assert not alike(wanted, wanted.masked_fill(wanted == 2, broken))

@@ -20,7 +20,7 @@ from kvsim.live.fast.slots import Clock, Growth, Ring, Slots, evicting_slots, gr
 from kvsim.live.prefix import Prefix
 from kvsim.policy import Policy
 
-__all__ = ["Session"]
+__all__ = ["Session", "alike"]
 
 READ_BACK = 16
 _CLOSE = 2e-2
@@ -264,8 +264,7 @@ class Session:
             wanted = self.logits.float().clone()
             undo()
             graph.replay()
-            gap, size = (self.logits.float() - wanted).abs().max(), wanted.abs().max()
-            if not bool(gap <= _CLOSE * size):
+            if not alike(self.logits.float(), wanted):
                 raise KvsimError(
                     "model: a step captured in a CUDA graph does not give the logits of the model's own step; decode "
                     "with the plain engine (engine 'plain')"
@@ -326,6 +325,13 @@ class Session:
             [None if norms is None or layer.ordinal is None else norms[layer.ordinal] for layer in self.layers],
             max(sequence.prefix.length for sequence in self.sequences),
         )
+
+
+def alike(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Say whether logits are those of another run up to rounding; what is finite in neither agrees."""
+    gaps = torch.where(found.isfinite() | wanted.isfinite(), (found - wanted).abs(), 0)
+    size = torch.where(wanted.isfinite(), wanted.abs(), 0).max()
+    return bool(gaps.max() <= _CLOSE * size)
 
 
 def _device(model: Any, prefixes: Items[Prefix]) -> torch.device:
