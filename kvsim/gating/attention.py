@@ -14,10 +14,21 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from kvsim.errors import KvsimError
 
-__all__ = ["EPS", "attention_form", "flex_write_gated", "log_gates", "plain_write_gated"]
+__all__ = [
+    "EPS",
+    "MOST_KINDS",
+    "attention_form",
+    "each_kind_compiled",
+    "flex_write_gated",
+    "log_gates",
+    "plain_write_gated",
+]
 
 EPS = 1e-12
 """Added to a gate under the logarithm: at g = 0 a far key still has 1e-12 of its weight, so gradients stay finite."""
+
+MOST_KINDS = 64
+"""Kinds of calls of FlexAttention that one process compiles."""
 
 Attention = Callable[..., torch.Tensor]
 
@@ -121,8 +132,28 @@ def flex_write_gated(
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
-    return compiled
+    return each_kind_compiled(flex_attention)
+
+
+def each_kind_compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile a function for every kind of its arguments, up to `MOST_KINDS`; torch.compile gives up after eight.
+
+    Lengths, windows, and what has gradients each make a kind. One that is not compiled would be computed with the full
+    matrix of logits.
+
+    Parameters
+    ----------
+    function : callable
+    **options
+        As torch.compile takes them.
+    """
+    compiled = torch.compile(function, dynamic=False, **options)
+
+    def call(*arguments: Any, **more: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=MOST_KINDS):
+            return compiled(*arguments, **more)
+
+    return call
 
 
 @functools.lru_cache(maxsize=8)

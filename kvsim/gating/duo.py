@@ -138,7 +138,8 @@ def find_heads(
     KvsimError
         If the model does not fit, or the loss is not finite.
     """
-    check_length(model, max(len(passage.tokens) for passage in samples))
+    length = max(len(passage.tokens) for passage in samples)
+    check_length(model, length)
     device = model.get_input_embeddings().weight.device
     shape = shape_of(model)
     attention = attention_form(settings.attention, device)
@@ -150,7 +151,8 @@ def find_heads(
         for group in optimizer.param_groups:
             group["lr"] = settings.rate(step)
         passage = samples[order(len(samples), step, 1, settings.seed)[0]]
-        tokens = torch.tensor([passage.tokens], device=device)
+        # One length for all, so that attention is compiled once: nothing that is asked sees what comes after it.
+        tokens = torch.tensor([passage.tokens + [0] * (length - len(passage.tokens))], device=device)
         asked = slice(passage.first, len(passage.tokens) - 1)
         with torch.no_grad():
             teacher = hidden_states(model, tokens)[:, asked].float()

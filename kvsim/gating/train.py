@@ -182,8 +182,8 @@ def _update(
         optimizer.zero_grad()
         (distill + settings.penalty * sparsity).backward()
     optimizer.step()
-    size = cache_size(found.detach() >= settings.tau, settings.window)
-    return float(distill.detach()), float(sparsity.detach()), size
+    losses = torch.stack([distill.detach(), sparsity.detach()]).tolist()
+    return losses[0], losses[1], cache_size(found.detach() >= settings.tau, settings.window)
 
 
 def _facts(model: Any, samples: Samples, settings: Settings) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from token_texts import byte_level
 
 from kvsim import KvsimError
 from kvsim.gating.attention import plain_write_gated
+from kvsim.gating.data import order
 from kvsim.gating.duo import Passage, _Mixed, find_heads, passages
 from kvsim.gating.duo_settings import DuoSettings
 from kvsim.gating.watcher import frozen, hidden_states, shape_of
@@ -76,6 +77,25 @@ def test_the_penalty_decides(model):
     between = find_heads(model, prompts(), replace(SMALL, penalty=1.0, steps=60))
     scores = [score for row in between["scores"] for score in row]
     assert 0 <= min(scores) < max(scores) <= 1
+
+
+def test_passages_of_one_length_tell_the_same_heads_apart(model):
+    """All are as long as the longest: what follows a passage changes nothing, here by one that is drawn only later."""
+    settings = replace(SMALL, penalty=1.0, steps=3)
+    alone = find_heads(model, [Passage(PROMPT, 15)] * 4, settings)
+    together = [Passage(PROMPT, 15)] * 4
+    together[order(4, 3, 1, settings.seed)[0]] = Passage([*PROMPT, 5, 1, 40, 7, 8], 20)
+    seen = []
+    handle = model.get_decoder().register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    padded = find_heads(model, together, settings)
+    handle.remove()
+    assert seen[-6:] == [len(PROMPT) + 5] * 6
+    torch.testing.assert_close(torch.tensor(padded["scores"]), torch.tensor(alone["scores"]), rtol=0, atol=1e-5)
+    losses = (torch.tensor(found["training"]["distill"]) for found in (padded, alone))
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
+    assert alone["training"]["distill"][2] > 1e-3
 
 
 def test_the_first_loss_is_nought_and_that_of_answers_alone(model):

@@ -12,6 +12,7 @@ from kvsim import KvsimError
 from kvsim.gating.attention import (
     EPS,
     attention_form,
+    each_kind_compiled,
     flex_write_gated,
     log_gates,
     plain_write_gated,
@@ -124,6 +125,23 @@ def test_gradients_stay_finite_where_gates_vanish():
     (gradient,) = torch.autograd.grad(log_gates(gates).sum(), gates)
     assert torch.isfinite(gradient).all()
     assert gradient[0] == pytest.approx(1 / EPS)
+
+
+def test_every_kind_of_call_is_compiled():
+    """torch.compile gives up after eight kinds, and attention with a full matrix of logits takes its place."""
+    made = []
+
+    def backend(graph, given):
+        made.append(tuple(given[0].shape))
+        return graph
+
+    torch._dynamo.reset()
+    call = each_kind_compiled(lambda x: x + 1, backend=backend)
+    for _ in range(2):
+        for length in range(2, 22):
+            assert torch.equal(call(torch.zeros(length)), torch.ones(length))
+    assert made == [(length,) for length in range(2, 22)]
+    torch._dynamo.reset()
 
 
 def test_flex_does_not_train_on_a_cpu():
