@@ -34,18 +34,20 @@ def bench_record(
     shape: dict[str, Any] | None = None,
     dtype: str = "bfloat16",
     context: int = 16384,
-    steps: int = 64,
+    steps: int = 32,
     captures: tuple[str, ...] = ("qk", "scores", "heads"),
     long_context: int = 131072,
     long_steps: int = 4,
+    seconds: float | None = None,
     progress: Callable[[int, int], None] | None = None,
+    save: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Record greedy steps of a random model after a prompt of random tokens, beside the same steps unrecorded.
 
     Parameters
     ----------
     directory : str or Path
-        An existing directory on the disk that recordings shall go to; they are removed.
+        A directory on the disk that recordings shall go to, made if it is missing; they are removed.
     device : str
     shape : dict, optional
         As in `kvsim.bench_live_models.SHAPES`; Llama-3.1-8B's by default.
@@ -57,14 +59,19 @@ def bench_record(
         Captures to measure.
     long_context, long_steps : int
         A longer prompt, recorded once for its memory with capture `scores`; 0 for none.
+    seconds : float, optional
+        After these no further row is started, nor the longer prompt; an ``error`` in its place says so.
     progress : callable, optional
         Called with (runs done, runs in all).
+    save : callable, optional
+        Called with the report so far after each row and the longer prompt.
 
     Returns
     -------
     dict
-        ``rows``, one for each capture, measured beside unrecorded runs of its own: two of each, in the order one, the
-        other, the other, the one, after a run that compiles everything. A row has what
+        ``rows``, one for each capture, measured between unrecorded runs: one of those, two recorded ones, and another
+        unrecorded one, which the next capture starts from. A run of each kind that compiles everything comes before.
+        A row has what
         `kvsim.bench_record_runs.figures` gives, and so has its ``unrecorded``; ``ratio``, of the medians, and
         ``ratio_range``, of the single runs' medians; ``sustained_ratio``; ``gpu_ms``, milliseconds a step in which the
         GPU did anything (of profiled steps, not timed ones; also in ``unrecorded``), ``gpu_ratio``, and ``idle_share``,
@@ -72,9 +79,10 @@ def bench_record(
         hide in it, and ``gpu_ratio`` shows it. ``goal_met``: ``ratio`` (``heads``: ``sustained_ratio``) is at
         most ``goal``, and ``gpu_ratio`` at most that of `GOALS`.
         ``mb_per_step``; ``extra_mib``, the larger of both peaks' differences.
-        ``long`` has the memory and ``step_ms`` of the longer prompt, one run each. ``disk_mb_s`` is the rate of plain
-        files as large as a step of heads, each flushed. GPU figures are None on a CPU. `prompt_mass` and the last 64
-        queries are recorded, the check of step 1, which copies the cache, is not made.
+        ``seconds`` is what everything took. ``long`` has the memory and ``step_ms`` of the longer prompt, one run each.
+        ``disk_mb_s`` is the rate of plain files as large as a step of heads, each flushed. GPU figures are None on a
+        CPU. `prompt_mass` and the last 64 queries are recorded, the check of step 1, which copies the cache, is not
+        made.
 
     Raises
     ------
@@ -85,94 +93,132 @@ def bench_record(
         raise KvsimError(f"kvsim bench record measures a CUDA GPU, and there is none (--device {device})")
     if steps < SKIPPED + 2:
         raise KvsimError(f"steps: at least {SKIPPED + 2} are measured, got {steps}")
+    begun = time.perf_counter()
     try:
-        return _measured(
-            Path(directory),
-            build(shape or SHAPES["llama-3.1-8b"], device, getattr(torch, dtype)),
-            (context, steps),
-            captures,
-            (long_context, long_steps),
-            progress,
-        )
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KvsimError(f"directory {directory}: {error.strerror}") from error
+    try:
+        with tempfile.TemporaryDirectory(dir=directory, prefix="kvsim-bench-") as scratch:
+            model = build(shape or SHAPES["llama-3.1-8b"], device, getattr(torch, dtype))
+            bench = _Bench(Path(scratch), model, (context, steps), captures, (long_context, long_steps))
+            bench.begun, bench.seconds, bench.progress, bench.save = begun, seconds, progress, save
+            return bench.run()
     except torch.OutOfMemoryError as error:
         raise KvsimError(f"the GPU is too small for this: {str(error).partition('. ')[0]}") from None
     except TraceError as error:
         raise KvsimError(str(error)) from error
 
 
-def _measured(
-    directory: Path,
-    model: Any,
-    short: tuple[int, int],
-    captures: tuple[str, ...],
-    long: tuple[int, int],
-    progress: Callable[[int, int], None] | None,
-) -> dict[str, Any]:
-    (context, steps), (long_context, long_steps) = short, long
-    profiled = model.device.type == "cuda"
-    runs = (1 + len(captures)) * profiled + 4 * len(captures) + (2 if long_context else 0)
-    done = 0
+class _Bench:
+    """The runs, one after the other, and what they have come to so far."""
 
-    def ran(run: Run) -> Run:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, runs)
+    def __init__(
+        self,
+        root: Path,
+        model: Any,
+        short: tuple[int, int],
+        captures: tuple[str, ...],
+        long: tuple[int, int],
+    ) -> None:
+        self.root, self.model, self.captures = root, model, captures
+        (self.context, self.steps), (self.long_context, self.long_steps) = short, long
+        self.begun = 0.0
+        self.seconds: float | None = None
+        self.progress: Callable[[int, int], None] | None = None
+        self.save: Callable[[dict[str, Any]], None] | None = None
+        self.is_profiled = model.device.type == "cuda"
+        self.done, self.runs = 0, 2 + 4 * len(captures) + (2 if self.long_context else 0)
+        self.report: dict[str, Any] = {"rows": []}
+
+    def run(self) -> dict[str, Any]:
+        """Measure rows and the longer prompt while there is time."""
+        disk = _disk_rate(self.root, self.model.config, self.context + self.steps)
+        self.report["disk_mb_s"] = round(disk, 1)
+        plain_gpu = self._first(None)
+        before = self._one(None)
+        for capture in self.captures:
+            over = self._over()
+            if over is None:
+                gpu = self._first(capture)
+                ours = [self._one(capture), self._one(capture)]
+                after = self._one(None)
+                self.report["rows"].append(self._row(capture, ours, [before, after], (gpu, plain_gpu), disk))
+                before = after
+            else:
+                self.report["rows"].append({"capture": capture, "error": over})
+            self._keep()
+        if self.long_context:
+            over = self._over()
+            self.report["long"] = self._long() if over is None else {"capture": "scores", "error": over}
+            self._keep()
+        return self._so_far()
+
+    def _over(self) -> str | None:
+        if self.seconds is None or time.perf_counter() - self.begun <= self.seconds:
+            return None
+        return f"not started: {self.seconds:g} seconds are over"
+
+    def _ran(self, run: Run) -> Run:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.runs)
         return run
 
-    with tempfile.TemporaryDirectory(dir=directory, prefix="kvsim-bench-") as scratch:
-        root = Path(scratch)
-        disk = _disk_rate(root, model.config, context + steps)
-        # Kernels are compiled before anything is timed.
-        unrecorded(model, min(context, 4096), SKIPPED + 2)
-        for capture in captures:
-            recorded(model, min(context, 4096), SKIPPED + 2, capture, root / "warm")
-        looked: dict[str | None, float | None] = dict.fromkeys((None, *captures))
-        if profiled:
-            short_run = context, SKIPPED + PROFILED + 2
-            looked[None] = ran(unrecorded(model, *short_run, profiled=True)).gpu_ms
-            for capture in captures:
-                looked[capture] = ran(recorded(model, *short_run, capture, root / "profiled", profiled=True)).gpu_ms
-        rows = []
-        for number, capture in enumerate(captures):
-            found: dict[bool, list[Run]] = {False: [], True: []}
-            for is_recorded in _order(number):
-                if is_recorded:
-                    run = recorded(model, context, steps, capture, root / "run")
-                else:
-                    run = unrecorded(model, context, steps)
-                found[is_recorded].append(ran(run))
-            ours, plain = figures(found[True]), figures(found[False])
-            ours["mb_per_step"] = step_mb(model.config, capture, context + steps)
-            limit = GOALS.get(capture, 1.5)
-            if capture == "heads":
-                limit = max(limit, ours["mb_per_step"] / disk * 1e3 / plain["sustained_ms"])
-            rows.append(_beside(capture, ours, plain, looked[capture], looked[None], limit))
-        report: dict[str, Any] = {"rows": rows, "disk_mb_s": round(disk, 1)}
-        if long_context:
-            alone = figures([ran(unrecorded(model, long_context, long_steps))])
-            own = figures([ran(recorded(model, long_context, long_steps, "scores", root / "long"))])
-            report["long"] = {
-                "capture": "scores",
-                "mb_per_step": step_mb(model.config, "scores", long_context + long_steps),
-                **{name: own[name] for name in ("step_ms", "steps_timed", "prefill_s", "peak_mib")},
-                "extra_mib": _extra(own, alone),
-                "unrecorded": {name: alone[name] for name in ("step_ms", "prefill_s", "peak_mib")},
-            }
-    return {
-        **report,
-        "shape": {"context": context, "steps": steps, "long_context": long_context},
-        "dtype": str(model.dtype).removeprefix("torch."),
-        **gpu_facts(),
-        "transformers": str(transformers.__version__),
-        **machine(),
-    }
+    def _run(self, capture: str | None, context: int, steps: int, **options: Any) -> Run:
+        if capture is None:
+            return self._ran(unrecorded(self.model, context, steps, **options))
+        return self._ran(recorded(self.model, context, steps, capture, self.root / "run", **options))
 
+    def _first(self, capture: str | None) -> float | None:
+        """Compile what a kind of run needs, and look into it on a GPU."""
+        if not self.is_profiled:
+            return self._run(capture, self.context, SKIPPED + 2).gpu_ms
+        return self._run(capture, self.context, SKIPPED + PROFILED + 2, profiled=True).gpu_ms
 
-def _order(number: int) -> tuple[bool, bool, bool, bool]:
-    """Give which runs of a capture are recorded; the next capture starts with the other kind."""
-    first = number % 2 == 1
-    return first, not first, not first, first
+    def _one(self, capture: str | None) -> Run:
+        return self._run(capture, self.context, self.steps)
+
+    def _row(
+        self,
+        capture: str,
+        recordings: list[Run],
+        beside: list[Run],
+        gpu: tuple[float | None, float | None],
+        disk: float,
+    ) -> dict[str, Any]:
+        ours, plain = figures(recordings), figures(beside)
+        ours["mb_per_step"] = step_mb(self.model.config, capture, self.context + self.steps)
+        limit = GOALS.get(capture, 1.5)
+        if capture == "heads":
+            limit = max(limit, ours["mb_per_step"] / disk * 1e3 / plain["sustained_ms"])
+        return _beside(capture, ours, plain, *gpu, limit)
+
+    def _long(self) -> dict[str, Any]:
+        alone, own = (figures([self._run(kind, self.long_context, self.long_steps)]) for kind in (None, "scores"))
+        return {
+            "capture": "scores",
+            "mb_per_step": step_mb(self.model.config, "scores", self.long_context + self.long_steps),
+            **{name: own[name] for name in ("step_ms", "steps_timed", "prefill_s", "peak_mib")},
+            "extra_mib": _extra(own, alone),
+            "unrecorded": {name: alone[name] for name in ("step_ms", "prefill_s", "peak_mib")},
+        }
+
+    def _keep(self) -> None:
+        if self.save is not None:
+            self.save(self._so_far())
+
+    def _so_far(self) -> dict[str, Any]:
+        return {
+            **self.report,
+            "rows": list(self.report["rows"]),
+            "seconds": round(time.perf_counter() - self.begun, 1),
+            "shape": {"context": self.context, "steps": self.steps, "long_context": self.long_context},
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            **gpu_facts(),
+            "transformers": str(transformers.__version__),
+            **machine(),
+        }
 
 
 def _disk_rate(root: Path, config: Any, positions: int) -> float:
@@ -233,6 +279,9 @@ def table(report: dict[str, Any]) -> list[str]:
     headings += [("idle", 5), ("goal", 6), ("MB a step", 9), ("extra MiB", 9)]
     lines = [" ".join([f"{'capture':18} {'ms a step':>9}", *(f"{name:>{width}}" for name, width in headings)])]
     for row in report["rows"]:
+        if "error" in row:
+            lines.append(f"{row['capture']:18} {row['error']}")
+            continue
         plain = row["unrecorded"]
         lines.append(" ".join([_timed("unrecorded", plain), f"{'':26} ", *_gpu(plain, None)]).rstrip())
         low, high = row["ratio_range"]
@@ -243,10 +292,11 @@ def table(report: dict[str, Any]) -> list[str]:
         lines.append(f"{_timed(row['capture'], row)} {wall} {busy} {goal:>6} {row['mb_per_step']:9.2f} {extra:>9}")
     if "long" in report:
         long = report["long"]
-        extra = "-" if long["extra_mib"] is None else f"{long['extra_mib']} MiB"
-        lines.append(f"scores, {report['shape']['long_context']:,} tokens: extra memory {extra}")
+        extra = "-" if long.get("extra_mib") is None else f"{long['extra_mib']} MiB"
+        told = long.get("error", f"extra memory {extra}")
+        lines.append(f"scores, {report['shape']['long_context']:,} tokens: {told}")
     lines.append(
-        f"plain files: {report['disk_mb_s']} MB/s; each capture and its unrecorded runs in turn, two of each; to disk: "
+        f"plain files: {report['disk_mb_s']} MB/s; two runs of each capture between two unrecorded ones; to disk: "
         "all steps up to the closed trace"
     )
     lines.append(
@@ -274,25 +324,34 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, help="where to write the scratch recordings")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--context", type=int, default=16384)
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--long-context", type=int, default=131072, help="0 for none")
+    parser.add_argument("--seconds", type=float, help="after these nothing new is started")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.directory, prefix="kvsim-bench-") as scratch:
-        try:
-            report = bench_record(
-                scratch,
-                device=options.device,
-                context=options.context,
-                steps=options.steps,
-                long_context=options.long_context,
-            )
-        except KvsimError as error:
-            print(f"kvsim: error: {error}", file=sys.stderr)
-            return 2
-    report["command"] = " ".join(["python", "-m", "kvsim.bench_record", *sys.argv[1:]])
+    command = " ".join(["python", "-m", "kvsim.bench_record", *sys.argv[1:]])
+
+    def save(report: dict[str, Any]) -> None:
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            part = options.out.with_name(f"{options.out.name}.part")
+            part.write_text(json.dumps(report | {"command": command}, indent=1) + "\n")
+            part.replace(options.out)
+
+    try:
+        report = bench_record(
+            options.directory or tempfile.gettempdir(),
+            device=options.device,
+            context=options.context,
+            steps=options.steps,
+            long_context=options.long_context,
+            seconds=options.seconds,
+            save=save,
+        )
+    except KvsimError as error:
+        print(f"kvsim: error: {error}", file=sys.stderr)
+        return 2
     print("\n".join(table(report)))
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    save(report)
     return 0
 
 

@@ -176,8 +176,9 @@ def oracle(as_json: AsJson = False) -> None:
 def record(
     directory: Annotated[Path | None, typer.Option(help="Where to write the scratch recordings.")] = None,
     context: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 16384,
-    steps: Annotated[int, typer.Option(help="Decode steps.")] = 64,
+    steps: Annotated[int, typer.Option(help="Decode steps.")] = 32,
     long_context: Annotated[int, typer.Option(help="A longer prompt, for the peak memory; 0 for none.")] = 131072,
+    seconds: Annotated[float | None, typer.Option(help="After these nothing new is started.")] = None,
     device: Device = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -191,14 +192,14 @@ def record(
     need_torch("kvsim bench record", "live")
     from kvsim.bench_record import bench_record, table
 
-    scratch = tempfile.TemporaryDirectory(dir=directory, prefix="kvsim-bench-")
-    with scratch as name, progress_bar("recording", quiet=quiet or as_json) as advance:
+    with progress_bar("recording", quiet=quiet or as_json) as advance:
         report = bench_record(
-            name,
+            directory or tempfile.gettempdir(),
             device=device or "cuda",
             context=context,
             steps=steps,
             long_context=long_context,
+            seconds=seconds,
             progress=advance,
         )
     if as_json:

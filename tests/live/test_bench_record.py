@@ -29,10 +29,10 @@ SHAPE = {
 def test_figures(tmp_path, monkeypatch, overlapped):
     if overlapped:
         monkeypatch.setattr("kvsim_traces.recorder.overlapped_device", lambda model: torch.device("cpu"))
-    told = []
+    told, kept = [], []
     with np.errstate(all="ignore"):
         report = bench_record(
-            tmp_path,
+            tmp_path / "missing" / "disk",
             device="cpu",
             shape=SHAPE,
             dtype="float32",
@@ -41,10 +41,14 @@ def test_figures(tmp_path, monkeypatch, overlapped):
             long_context=60,
             long_steps=3,
             progress=lambda *now: told.append(now),
+            save=kept.append,
         )
     assert json.loads(json.dumps(report)) == report
-    assert not list(tmp_path.iterdir())
-    assert told == [(done, 14) for done in range(1, 15)]
+    assert not list((tmp_path / "missing" / "disk").iterdir())
+    assert told == [(done, 16) for done in range(1, 17)]
+    assert [len(now["rows"]) for now in kept] == [1, 2, 3, 3]
+    assert ["long" in now for now in kept] == [False] * 3 + [True]
+    assert kept[-1]["rows"] == report["rows"]
     rows = report["rows"]
     assert [row["capture"] for row in rows] == ["qk", "scores", "heads"]
     for row in rows:
@@ -67,10 +71,10 @@ def test_figures(tmp_path, monkeypatch, overlapped):
     assert [line.split()[0] for line in lines[1:]] == names
 
 
-def test_unrecorded_and_recorded_runs_take_turns(tmp_path, monkeypatch):
-    """Neither kind always comes first: what slows down or speeds up on the way meets both."""
+def test_recorded_runs_stand_between_unrecorded_ones(tmp_path, monkeypatch):
+    """What slows down or speeds up steadily on the way meets both alike."""
     order = []
-    steps = {"p": iter([10.0, 14.0, 20.0, 20.0]), "r": iter([11.0, 13.0, 21.0, 22.0])}
+    steps = {"p": iter([10.0, 14.0, 20.0]), "r": iter([11.0, 13.0, 21.0, 22.0])}
 
     def ran(kind):
         def run(model, context, count, *rest, **options):
@@ -96,12 +100,48 @@ def test_unrecorded_and_recorded_runs_take_turns(tmp_path, monkeypatch):
         long_context=99,
         captures=("qk", "heads"),
     )
-    assert "".join(order) == "prrp" + "rppr"
+    assert "".join(order) == "prrp" + "rrp"
     qk, heads = report["rows"]
     assert (qk["run_ms"], qk["unrecorded"]["run_ms"]) == ([11.0, 13.0], [10.0, 14.0])
     assert (qk["step_ms"], qk["unrecorded"]["step_ms"]) == (13.0, 13.0)
     assert (qk["ratio"], qk["ratio_range"]) == (1.0, [round(11 / 14, 3), 1.3])
-    assert heads["sustained_ratio"] == round(22.5 / 21, 3)
+    # The unrecorded run in the middle belongs to both.
+    assert heads["unrecorded"]["run_ms"] == [14.0, 20.0]
+    assert heads["sustained_ratio"] == round(22.5 / 18, 3)
+
+
+def test_what_has_no_time_left_is_named_and_what_there_is_is_kept(tmp_path, monkeypatch):
+    now = iter(range(0, 1000, 10))
+    monkeypatch.setattr(module, "_disk_rate", lambda *_: 100.0)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(now)))
+    ran = runs.Run([1.0], 1.0, 1.0, [], None)
+    monkeypatch.setattr(module, "unrecorded", lambda *_, **__: ran)
+    monkeypatch.setattr(module, "recorded", lambda *_, **__: ran)
+    report = bench_record(
+        tmp_path, device="cpu", shape=SHAPE, dtype="float32", context=40, steps=6, long_context=60, seconds=10
+    )
+    assert "error" not in report["rows"][0]
+    over = "not started: 10 seconds are over"
+    assert report["rows"][1:] == [{"capture": capture, "error": over} for capture in ("scores", "heads")]
+    assert report["long"] == {"capture": "scores", "error": over}
+    assert "\n".join(table(report)).count(over) == 3
+
+
+def test_a_run_that_is_killed_leaves_its_report(tmp_path, monkeypatch):
+    out = tmp_path / "new" / "found.json"
+
+    def killed(directory, *, save, **options):
+        save({"rows": [1], "steps": options["steps"], "seconds": options["seconds"]})
+        assert json.loads(out.read_text())["rows"] == [1]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "bench_record", killed)
+    monkeypatch.setattr("sys.argv", ["bench_record", "--out", str(out), "--seconds", "80"])
+    with pytest.raises(KeyboardInterrupt):
+        module.main()
+    command = f"python -m kvsim.bench_record --out {out} --seconds 80"
+    assert json.loads(out.read_text()) == {"rows": [1], "steps": 32, "seconds": 80.0, "command": command}
+    assert [path.name for path in out.parent.iterdir()] == ["found.json"]
 
 
 def test_time_on_the_gpu_counts_once_and_decides_the_goal_too():
@@ -133,6 +173,9 @@ def test_a_recording_that_is_not_intact_gives_no_figures(tmp_path, monkeypatch):
 def test_what_it_needs(tmp_path, capsys, monkeypatch):
     with pytest.raises(KvsimError, match="at least 4 are measured, got 3"):
         bench_record(tmp_path, device="cpu", steps=3)
+    (tmp_path / "file").touch()
+    with pytest.raises(KvsimError, match="file: File exists"):
+        bench_record(tmp_path / "file", device="cpu", steps=4)
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr("sys.argv", ["bench_record"])
