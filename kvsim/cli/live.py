@@ -7,7 +7,7 @@ import typer
 from kvsim.cli.folding import PolicyText
 from kvsim.cli.models import Chat, Device, Dtype, Force, ModelPath, Prompt, encode, load, need_torch, read_text
 from kvsim.cli.options import AsJson, BudgetText, CompressionRatio, PolicyTexts, Quiet, budget_note
-from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say
+from kvsim.cli.output import narrow_table, print_json, print_table, progress_bar, say, stderr
 from kvsim.errors import KvsimError, unknown_name
 from kvsim.policy import parse
 from kvsim.replay import choose_budget
@@ -90,6 +90,7 @@ def live(
 
         for one, prefix in zip(asked, prefixes, strict=True):
             draw_up([one], [prefix], steps)
+    _warn_of_length(network, prefixes[0].length, steps if forced is None else min(steps, len(forced)))
     rows_asked = list(zip(prefixes, asked, strict=True))
     # A batch takes the memory of its fullest row: each policy is to show its own.
     batches = [[one] for one in rows_asked] if physical else [rows_asked]
@@ -170,6 +171,17 @@ def _check_gpu(device: str | None) -> None:
     from kvsim.live.fast.decode import check_machine
 
     check_machine(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+
+
+def _warn_of_length(model: Any, prompt: int, steps: int) -> None:
+    """Say that there are more positions than a model is made for."""
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is not None and prompt + steps > most:
+        say(
+            f"kvsim: warning: a prompt of {prompt} tokens and {steps} steps reach beyond the {most} positions that the "
+            "model is made for",
+            to=stderr,
+        )
 
 
 def _stops(model: Any, tokenizer: Any) -> list[int]:

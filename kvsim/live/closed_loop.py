@@ -25,7 +25,7 @@ from kvsim.engines.stepper import Stepper
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.live.decode import check_forced
 from kvsim.live.masked_pass import NEVER, IntArray, Lane, masked_pass
-from kvsim.live.prefix import Prefix
+from kvsim.live.prefix import Prefix, check_prefix
 from kvsim.live.run_trace import RunTrace
 from kvsim.live.sequence import Sequence, live_policy, per_head
 from kvsim.plan import FloatArray
@@ -151,8 +151,10 @@ def closed_loop(
     Raises
     ------
     KvsimError
-        On a policy that needs the future, a token outside the vocabulary, or a number below 1.
+        On a prompt that has not been read, a policy that needs the future, a token outside the vocabulary, or a number
+        below 1.
     """
+    check_prefix(prefix)
     forced = check_forced(tokens, model)
     for name, number in (("max_passes", max_passes), ("batch", batch)):
         if number is not None and number < 1:

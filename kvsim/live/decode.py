@@ -14,7 +14,7 @@ from kvsim_traces.decoding import choose
 
 from kvsim.errors import KvsimError, unknown_name
 from kvsim.live.cache import KVSimCache
-from kvsim.live.prefix import Prefix, cache_argument, check_numbers
+from kvsim.live.prefix import Prefix, cache_argument, check_numbers, check_prefix
 from kvsim.live.sequence import Sequence
 from kvsim.policy import Policy, parse
 from kvsim.replay import choose_budget
@@ -153,8 +153,7 @@ def decode(
     if isinstance(policies, Policy | str):
         policies = [policies] * len(prefixes)
     for prefix in prefixes:
-        if not isinstance(prefix, Prefix):
-            raise KvsimError(f"prompts are what kvsim.live.prefill gives, got {type(prefix).__name__}")
+        check_prefix(prefix)
     if len(prefixes) != len(policies) or not prefixes:
         raise KvsimError(f"{len(prefixes)} prompts for {len(policies)} policies; give one policy for each prompt")
     if not 0 <= temperature < math.inf:

@@ -28,6 +28,7 @@ __all__ = [
     "PrefixLayer",
     "cache_argument",
     "check_numbers",
+    "check_prefix",
     "left_padding",
     "prefill",
     "prefix_of_trace",
@@ -355,6 +356,12 @@ def run_watched(model: Any, tokens: list[int], watcher: PrefillWatcher, *, logit
     last = {"logits_to_keep": logits} if "logits_to_keep" in signature(model.forward).parameters else {}
     with torch.inference_mode(), watched(model, watcher):
         return model(input_ids=torch.tensor([tokens], device=device), use_cache=False, **last)
+
+
+def check_prefix(prefix: object) -> None:
+    """Raise KvsimError unless a prompt has been read."""
+    if not isinstance(prefix, Prefix):
+        raise KvsimError(f"prompts are what kvsim.live.prefill gives, got {type(prefix).__name__}")
 
 
 def check_numbers(logits: torch.Tensor, where: str) -> None:

@@ -111,6 +111,9 @@ def test_what_is_refused(model, prefix, monkeypatch):
     for axis in ("admit=local:window=3,sink=1", "select=topk:4"):
         with pytest.raises(PolicyError, match=f"a closed loop does not run {axis[:6]}"):
             closed_loop_on_device(model, prefix, FORCED, [f"ema:0.8/{axis}"], budget=BUDGET)
+    for way in (closed_loop, closed_loop_on_device):
+        with pytest.raises(KvsimError, match=r"prompts are what kvsim.live.prefill gives, got list"):
+            way(model, PROMPT, FORCED, ["full"])
     with pytest.raises(KvsimError, match="batch must be at least 1"):
         closed_loop_on_device(model, prefix, FORCED, ["full"], batch=0)
     with pytest.raises(KvsimError, match=r"unknown engine 'tritn'.*torch, triton"):

@@ -76,6 +76,16 @@ def test_live_prints_what_each_policy_held_and_wrote(live):
         assert word in output, output
 
 
+def test_live_warns_of_positions_beyond_the_models(live):
+    """A prompt of 18 tokens, and a model that is made for 128."""
+    words = [*live, "--policy", "ema:0.8", "--steps"]
+    assert run(*words, 110).stderr == ""
+    assert run(*words, 111).stderr == (
+        "kvsim: warning: a prompt of 18 tokens and 111 steps reach beyond the 128 positions that the model is made "
+        "for\n"
+    )
+
+
 def test_live_json_holds_everything(live):
     rows = json.loads(run(*live, "--policy", "full", "--policy", "ema:0.8", "--json").stdout)["results"]
     full, ema = rows

@@ -20,7 +20,7 @@ from kvsim.live.device.masked import Lanes, Window, masked_pass
 from kvsim.live.device.replayer import Replayer, Seen, replayer_of
 from kvsim.live.device.stepper import Rules
 from kvsim.live.masked_pass import NEVER, IntArray
-from kvsim.live.prefix import Prefix
+from kvsim.live.prefix import Prefix, check_prefix
 from kvsim.live.sequence import Sequence, live_policy
 from kvsim.plan import Groups
 from kvsim.policy import Policy, parse
@@ -93,9 +93,11 @@ def closed_loop_on_device(
     Raises
     ------
     KvsimError
-        On a policy that this form does not run, a token outside the vocabulary, a batch below 1, an engine that is
-        unknown or cannot run here, attention that is not a number, or if memory runs out.
+        On a prompt that has not been read, a policy that this form does not run, a token outside the vocabulary, a
+        batch below 1, an engine that is unknown or cannot run here, attention that is not a number, or if memory runs
+        out.
     """
+    check_prefix(prefix)
     forced = check_forced(tokens, model)
     if batch is None:
         batch = _fitting(prefix, len(forced))
