@@ -16,7 +16,7 @@ def test_kernels_start_early_from_hopper_on_unless_told_not_to(monkeypatch):
     monkeypatch.delenv(launch.SERIAL, raising=False)
     assert launch.early_launch(torch.device("cpu")) == {"EARLY": False}
     for capability, early in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
         assert can(torch.device("cuda")) == early
     monkeypatch.setattr(launch, "_can_launch_early", lambda device: True)
     assert launch.early_launch(torch.device("cuda")) == {"EARLY": True, "launch_pdl": True}

@@ -72,7 +72,7 @@ def test_flash_attn_is_told_the_slots_in_use(llama, prefixes, monkeypatch):
     module.flash_attn_varlen_func = stand_in
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     with pytest.raises(kvsim.KvsimError, match=r"'flash_attn' has no kernel for torch.float32 \(layer 0\); use"):
         decode(llama, prefixes, "ema:0.8", attention="flash_attn", **OPTIONS)
     monkeypatch.setattr(backends, "_HALF", (torch.float32,))
