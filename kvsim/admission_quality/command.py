@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from kvsim_traces.files import write_whole
+
 from kvsim.errors import KvsimError
 
 __all__ = ["main", "table_lines"]
@@ -30,11 +32,27 @@ def main(arguments: list[str] | None = None) -> int:
     except (KvsimError, ValueError) as error:
         print(f"kvsim: error: {error}", file=sys.stderr)
         return 2
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    _save(options, report)
     print("\n".join(table_lines(report)))
     return 0
+
+
+def _size(text: str) -> float | None:
+    if text == "own":
+        return None
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < 1:
+        raise KvsimError(f"--size must be between 0 and 1, or 'own', got {text}")
+    return size
+
+
+def _save(options: argparse.Namespace, report: dict[str, Any]) -> None:
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(options.out, [json.dumps(report, indent=1, allow_nan=False).encode() + b"\n"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,7 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--heads", help="a file of retrieval heads; without it there is no duo")
     parser.add_argument("--window", type=int, help="local window; by default that of the gates")
     parser.add_argument("--sink", type=int, default=128, help="first positions that local and duo keep")
-    parser.add_argument("--size", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.5], help="mean cache sizes")
+    parser.add_argument(
+        "--size", nargs="+", default=["0.1", "0.2", "0.3", "0.5"],
+        help="mean cache sizes; 'own' for those that the gates have at their own thresholds",
+    )  # fmt: skip
     parser.add_argument("--budget", nargs="*", default=["25%"], help="hard budgets for admission with eviction")
     parser.add_argument("--tolerance", type=float, default=0.01, help="relative distance of a size from its target")
     parser.add_argument("--seed", type=int, default=0)
@@ -57,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--skip", type=int, default=0, help="texts of the file to leave out first")
     parser.add_argument("--dtype")
     parser.add_argument("--device")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write, again after each size and budget")
     parser.add_argument("--smoke", action="store_true", help="a tiny random model on the CPU instead; takes no files")
     return parser
 
@@ -74,9 +95,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         raise KvsimError("--gate: name at least one write gate")
     if not options.trace and options.model is None:
         raise KvsimError("name recordings with --trace, or a model and texts with --model and --data")
-    for size in options.size:
-        if not 0 < size < 1:
-            raise KvsimError(f"--size must be between 0 and 1, got {size:g}")
+    sizes = [_size(text) for text in options.size]
     if not 0 < options.tolerance < 1:
         raise KvsimError(f"--tolerance must be between 0 and 1, got {options.tolerance:g}")
     budgets = [Budget.parse(text) for text in options.budget]
@@ -88,13 +107,15 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     families = Families(
         tuple(options.gate), options.heads, window, options.sink, options.seed, longest, options.tolerance
     )
-    report = quality(
-        families, options.size, budgets, recordings=recordings, texts=texts, seed=options.seed, say=_progress
-    )
     asked = {name: getattr(options, name) for name in ("length", "prompt", "texts", "skip")}
     traces = [] if recordings is None else [{"name": one.path.name, "hash": one.hash} for one in recordings.traces]
     model = None if texts is None else {"name": Path(options.model).name, "data": options.data.name, **asked}
-    return report | {"traces": traces, "live": model}
+    facts = {"traces": traces, "live": model}
+    report = quality(
+        families, sizes, budgets, recordings=recordings, texts=texts, seed=options.seed, say=_progress,
+        save=lambda found: _save(options, found | facts),
+    )  # fmt: skip
+    return report | facts
 
 
 def _texts(options: argparse.Namespace) -> Any:

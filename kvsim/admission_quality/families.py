@@ -65,10 +65,10 @@ class Families:
     def match(self, name: str, target: float, size_of: SizeOf) -> Match:
         """Find a family's policy of a mean cache size.
 
-        ``wgkv``: of the gates the one whose size at its own threshold is nearest to the target, as a ratio, then its
-        threshold (the paper fixes that at 0.1 and sweeps lambda: WG-KV 5.1). ``local``: the window. ``duo``: the most
-        retrieval heads that do not exceed the target, then a larger window, for heads are few. ``random``: the
-        probability.
+        ``wgkv``: of the gates the one whose size at its own threshold is nearest to the target, as a ratio, and if that
+        is not near enough then its threshold (the paper fixes that at 0.1 and sweeps lambda: WG-KV 5.1). ``local``: the
+        window. ``duo``: the most retrieval heads that do not exceed the target, then a larger window, for heads are
+        few. ``random``: the probability.
 
         Raises
         ------
@@ -105,6 +105,9 @@ class Families:
 
     def _wgkv(self, target: float, size_of: SizeOf) -> Match:
         file = self.nearest_gate(target, size_of)
+        policy = self.gated(file)
+        if abs(size_of(policy) / target - 1) <= self.tolerance:
+            return Match(policy, size_of(policy), target, 1)
         return self._solve(self.thresholds(file), size_of, *self.span, target)
 
     def _local(self, target: float, size_of: SizeOf) -> Match:

@@ -35,21 +35,22 @@ RowsOf = Callable[[Mapping[str, Policy]], list[Row]]
 
 def quality(
     families: Families,
-    sizes: Sequence[float],
+    sizes: Sequence[float | None],
     budgets: Sequence[Budget],
     *,
     recordings: Recordings | None = None,
     texts: "LiveTexts | None" = None,
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
+    save: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """Compare admissions at equal sizes, and with eviction under hard budgets.
 
     Parameters
     ----------
     families : Families
-    sizes : sequence of float
-        Mean cache sizes, as shares of the full cache's.
+    sizes : sequence of float or None
+        Mean cache sizes, as shares of the full cache's; None for those that the gates have at their own thresholds.
     budgets : sequence of Budget
         Hard ones; compared on recordings, and in the model with the thresholds found on recordings.
     recordings : Recordings, optional
@@ -58,6 +59,8 @@ def quality(
         Of the intervals.
     say : callable
         Takes progress, a line at a time.
+    save : callable
+        Takes the report after each section.
 
     Returns
     -------
@@ -75,23 +78,34 @@ def quality(
         "seed": seed,
         "equal_size": [],
         "hard_budget": [],
+        "summary": [],
     }
     places: list[tuple[str, SizeOf, RowsOf]] = []
     if recordings is not None:
         places.append(("replay", recordings.size, lambda policies: _replayed(recordings, policies)))
     if texts is not None:
         places.append(("live", texts.size, lambda policies: _decoded(texts, policies)))
+
+    def add(part: str, section: dict[str, Any]) -> None:
+        report[part].append(section)
+        report["summary"] = [*_summary(report["equal_size"], OURS), *_summary(report["hard_budget"], BOTH)]
+        save(report)
+
     for where, size_of, rows_of in places:
-        for target in sizes:
+        for target in _targets(sizes, families, size_of):
             say(f"{where}: cache size {target:g}")
-            report["equal_size"].append(_at_size(where, target, families, size_of, rows_of, seed))
+            add("equal_size", _at_size(where, target, families, size_of, rows_of, seed))
     for budget in budgets if recordings is not None else ():
         assert recordings is not None
         for where, _, rows_of in places:
             say(f"{where}: budget {budget}")
-            report["hard_budget"].append(_under(where, budget, families, recordings, rows_of, seed))
-    report["summary"] = [*_summary(report["equal_size"], OURS), *_summary(report["hard_budget"], BOTH)]
+            add("hard_budget", _under(where, budget, families, recordings, rows_of, seed))
     return report
+
+
+def _targets(sizes: Sequence[float | None], families: Families, size_of: SizeOf) -> list[float]:
+    own = sorted(size_of(families.gated(file)) for file in families.gates) if None in sizes else []
+    return [target for size in sizes for target in (own if size is None else [size])]
 
 
 def _at_size(

@@ -201,6 +201,14 @@ def test_the_report(families, recordings):
     assert max(sizes) <= 1.02 * min(sizes)
     assert len(possible["verdicts"]) == 6
     assert len(report["hard_budget"][0]["verdicts"]) == 4
+    saved = []
+    own = quality(
+        families, [None], [], recordings=recordings, save=lambda found: saved.append(len(found["equal_size"]))
+    )
+    sizes = {recordings.size(families.gated(file)): str(families.gated(file)) for file in families.gates}
+    assert saved == list(range(1, len(families.gates) + 1))
+    assert [section["size"] for section in own["equal_size"]] == sorted(sizes)
+    assert [section["rows"][0]["policy"] for section in own["equal_size"]] == [sizes[size] for size in sorted(sizes)]
     text = "\n".join(table_lines(report))
     assert "nan" not in text.lower()
     assert "replay, size 2%: without wgkv, local, duo, random" in report["summary"]
@@ -212,7 +220,8 @@ def test_the_report(families, recordings):
     [
         ([], "--gate: name at least one write gate"),
         (["--gate", "g"], "name recordings with --trace, or a model"),
-        (["--gate", "g", "--trace", "t", "--size", "1.5"], "--size must be between 0 and 1, got 1.5"),
+        (["--gate", "g", "--trace", "t", "--size", "1.5"], "--size must be between 0 and 1, or 'own', got 1.5"),
+        (["--gate", "g", "--trace", "t", "--size", "owl"], "--size must be between 0 and 1, or 'own', got owl"),
         (["--gate", "g", "--trace", "t", "--budget", "0.1"], "budget must be a number of tokens"),
         (["--gate", "none.safetensors", "--trace", "t"], "none.safetensors: no such file"),
     ],
