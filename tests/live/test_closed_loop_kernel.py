@@ -80,7 +80,7 @@ def test_a_pass_from_steps_in_the_middle(prefix, monkeypatch, group, tile):
         for t in range(1, int(first[lane]) + 1):
             for state in states:
                 one = plan.view(1)
-                state.put(one, rules.step(one, state.of(one), t + 0 * one, before[one, t - 1]).state)
+                state.put(one, rules.step(one, state.of(one), ints(t, dtype=torch.int64), before[one, t - 1]).state)
     rows = random_rows(prefix, len(own), start, width)
     # The right sets, and then wrong ones.
     ran = torch.full((len(own), rules.count, rules.where.numel()), NEVER, dtype=torch.int32, device=DEVICE)

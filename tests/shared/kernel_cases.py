@@ -6,10 +6,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's products of bfloat16 are wrong.
 TYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 
-# Relative error of float32 sums of exponentials and quotients: a GPU's are good to two units in the last place, its
-# products are fused into sums, and the argument of an exponential is rounded where it is large.
-ROUNDED = 1e-6 if DEVICE == "cpu" else 3e-6
-
 
 def normal(*shape, seed=0, dtype=torch.float32):
     """Draw standard normal numbers, the same ones on every device."""
