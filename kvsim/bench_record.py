@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import transformers
 from kvsim_traces import TraceError
 from kvsim_traces.bench import write_plain
+from kvsim_traces.files import write_whole
 
 from kvsim.bench import gpu_facts, machine
 from kvsim.bench_live_models import SHAPES, build
@@ -101,35 +103,32 @@ def bench_record(
     try:
         with tempfile.TemporaryDirectory(dir=directory, prefix="kvsim-bench-") as scratch:
             model = build(shape or SHAPES["llama-3.1-8b"], device, getattr(torch, dtype))
-            bench = _Bench(Path(scratch), model, (context, steps), captures, (long_context, long_steps))
-            bench.begun, bench.seconds, bench.progress, bench.save = begun, seconds, progress, save
-            return bench.run()
+            return _Bench(
+                Path(scratch), model, context, steps, captures, long_context, long_steps, begun, seconds, progress, save
+            ).run()
     except torch.OutOfMemoryError as error:
         raise KvsimError(f"the GPU is too small for this: {str(error).partition('. ')[0]}") from None
     except TraceError as error:
         raise KvsimError(str(error)) from error
 
 
+@dataclass
 class _Bench:
     """The runs, one after the other, and what they have come to so far."""
 
-    def __init__(
-        self,
-        root: Path,
-        model: Any,
-        short: tuple[int, int],
-        captures: tuple[str, ...],
-        long: tuple[int, int],
-    ) -> None:
-        self.root, self.model, self.captures = root, model, captures
-        (self.context, self.steps), (self.long_context, self.long_steps) = short, long
-        self.begun = 0.0
-        self.seconds: float | None = None
-        self.progress: Callable[[int, int], None] | None = None
-        self.save: Callable[[dict[str, Any]], None] | None = None
-        self.is_profiled = model.device.type == "cuda"
-        self.done, self.runs = 0, 2 + 4 * len(captures) + (2 if self.long_context else 0)
-        self.report: dict[str, Any] = {"rows": []}
+    root: Path
+    model: Any
+    context: int
+    steps: int
+    captures: tuple[str, ...]
+    long_context: int
+    long_steps: int
+    begun: float
+    seconds: float | None
+    progress: Callable[[int, int], None] | None
+    save: Callable[[dict[str, Any]], None] | None
+    done: int = 0
+    report: dict[str, Any] = field(default_factory=lambda: {"rows": []})
 
     def run(self) -> dict[str, Any]:
         """Measure rows and the longer prompt while there is time."""
@@ -162,7 +161,7 @@ class _Bench:
     def _ran(self, run: Run) -> Run:
         self.done += 1
         if self.progress is not None:
-            self.progress(self.done, self.runs)
+            self.progress(self.done, 2 + 4 * len(self.captures) + (2 if self.long_context else 0))
         return run
 
     def _run(self, capture: str | None, context: int, steps: int, **options: Any) -> Run:
@@ -172,7 +171,7 @@ class _Bench:
 
     def _first(self, capture: str | None) -> float | None:
         """Compile what a kind of run needs, and look into it on a GPU."""
-        if not self.is_profiled:
+        if self.model.device.type != "cuda":
             return self._run(capture, self.context, SKIPPED + 2).gpu_ms
         return self._run(capture, self.context, SKIPPED + PROFILED + 2, profiled=True).gpu_ms
 
@@ -333,9 +332,7 @@ def main() -> int:
     def save(report: dict[str, Any]) -> None:
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            part = options.out.with_name(f"{options.out.name}.part")
-            part.write_text(json.dumps(report | {"command": command}, indent=1) + "\n")
-            part.replace(options.out)
+            write_whole(options.out, [json.dumps(report | {"command": command}, indent=1).encode() + b"\n"])
 
     try:
         report = bench_record(
