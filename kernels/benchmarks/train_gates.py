@@ -1,20 +1,22 @@
 """Train SmolLM2's write gates on a GPU: WG-KV's Figures 11 (lambda and tau) and 12 (no local window), and duo's heads.
 
-    python -m kvsim.gating.texts sotu --out sotu.jsonl              where there is a network
-    python -m kvsim.gating.texts moby-dick --out moby-dick.jsonl
-    python kernels/benchmarks/train_gates.py --model SmolLM2-135M-Instruct --data sotu.jsonl \
+    python -m kvsim.gating.texts sotu --out sotu.jsonl              where there is a network; sqlite, moby-dick as well
+    cat sotu.jsonl sqlite.jsonl > data.jsonl
+    python kernels/benchmarks/train_gates.py --model SmolLM2-135M-Instruct --data data.jsonl \
         --held-out moby-dick.jsonl --out DIR
     python kernels/benchmarks/train_gates.py --smoke --out DIR      anywhere: a tiny random model, a few updates
 
 Not a test: CI has no GPU. Each form of write-gated attention is timed over a few updates; the faster one trains all
 gates, on as many tokens as --seconds allow but no more than --max-tokens each. DIR gets the gates, `frontier.json`
-with everything, `frontier.csv` and `heads.json`.
+with everything, `frontier.csv` and `heads.json`. One GPU has room for several of these at once: name the gates of each
+with --gate, and --gate none where only heads are searched for.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,7 @@ from kvsim.gating.sweep import frontier_lines, sweep
 from kvsim.gating.train import train
 from kvsim.retrieval_heads import save_heads
 
-PENALTIES = (0.02, 0.08, 0.32, 1.28)
-WITHOUT_WINDOW = (0.08,)
+GATES = ("0.02:256", "0.08:256", "0.32:256", "1.28:256", "0.08:1")
 TIMED = 5
 VALIDATION_SECONDS = 8
 """Kept for each run's validation."""
@@ -48,11 +49,21 @@ def seconds_per_update(model: Any, samples: Samples, settings: Settings) -> floa
     return float(np.median(np.diff(moments[1:])))
 
 
-def choose(model: Any, samples: Samples, settings: Settings) -> tuple[Settings, dict[str, Any]]:
+def gates_of(texts: Sequence[str]) -> list[tuple[float, int]]:
+    """Read which gates to train."""
+    if list(texts) == ["none"]:
+        return []
+    try:
+        return [(float(penalty), int(window)) for penalty, window in (text.split(":") for text in texts)]
+    except ValueError:
+        raise KvsimError(f"--gate {' '.join(texts)}: must be as in 0.08:256 0.32:256, or none") from None
+
+
+def choose(model: Any, samples: Samples, settings: Settings, forms: tuple[str, ...]) -> tuple[Settings, dict[str, Any]]:
     """Give the settings of the fastest form of attention, and what each took or why it did not run."""
     found: dict[str, Any] = {}
     ways: dict[str, Settings] = {}
-    for form in ("flex", "plain"):
+    for form in forms:
         # The full matrices of all layers do not fit at once.
         ways[form] = replace(settings, attention=form, checkpointing=form == "plain" and settings.length > 1024)
         try:
@@ -96,10 +107,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=330, help="for all of it, loading included")
-    parser.add_argument("--max-tokens", type=int, default=2_000_000, help="of a run")
+    parser.add_argument("--max-tokens", type=int, default=6_000_000, help="of a run")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--gate", nargs="+", default=GATES, metavar="LAMBDA:WINDOW", help="gates to train, or none")
+    parser.add_argument("--form", choices=("flex", "plain"), help="of attention; by default the faster one")
     parser.add_argument("--duo-steps", type=int, default=60, help="0 for no heads")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
@@ -113,10 +125,12 @@ def main() -> int:
 def run(options: argparse.Namespace) -> int:
     """Do all of it."""
     begun = time.perf_counter()
-    settings = Settings(window=options.window, batch=options.batch, length=options.length, steps=1, checkpoint_every=0)
-    duo = DuoSettings(steps=max(1, options.duo_steps), length=options.length, window=options.window)
+    runs = gates_of(options.gate)
+    settings = Settings(batch=options.batch, length=options.length, steps=1, checkpoint_every=0)
+    duo = DuoSettings(steps=max(1, options.duo_steps), length=options.length, window=settings.window)
     if options.smoke:
         settings = replace(settings, window=8, length=64, hidden=8, held_out=2)
+        runs = [(penalty, min(window, settings.window)) for penalty, window in runs]
         duo = replace(duo, steps=3, sink=2, window=8, length=64)
         model, samples, held_out, questions = smoke()
     else:
@@ -127,14 +141,13 @@ def run(options: argparse.Namespace) -> int:
         model, tokenizer = load_model(options.model, device=options.device)
         samples, held_out = load_samples(tokenizer, options.data, settings, held_out=options.held_out)
         questions = passages(tokenizer, duo) if options.duo_steps else []
-    runs = [(penalty, settings.window) for penalty in PENALTIES] + [(penalty, 1) for penalty in WITHOUT_WINDOW]
-    settings, timed = choose(model, samples, settings)
+    settings, timed = choose(model, samples, settings, ("flex", "plain") if options.form is None else (options.form,))
     each = timed[settings.attention]
     left = options.seconds - (time.perf_counter() - begun) - VALIDATION_SECONDS * len(runs)
     # A head's update computes attention twice, so it takes up to twice as long.
     left -= 2 * each / settings.batch * options.duo_steps
     most = 4 if options.smoke else options.max_tokens // (settings.batch * settings.length)
-    steps = max(1, min(most, int(left / len(runs) / each)))
+    steps = max(1, min(most, int(left / max(1, len(runs)) / each)))
     settings = replace(settings, steps=steps)
     print(f"{settings.attention}, {each:.3f} s an update: {len(runs)} x {steps} updates, {settings.tokens:,} tokens")
 

