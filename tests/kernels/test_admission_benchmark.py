@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[2] / "kernels/benchmarks/admission_kernels.py"
 
 
 @pytest.fixture(scope="module")
-def benchmark():
+def bench():
     spec = importlib.util.spec_from_file_location("admission_benchmark", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules["admission_benchmark"] = module
@@ -26,8 +26,8 @@ def benchmark():
 
 
 @pytest.fixture
-def shape(benchmark):
-    return benchmark.Shape(4, 2, 32, 20, (40,), 150, 12, 0.4, 64, DEVICE, torch.float16)
+def shape(bench):
+    return bench.Shape(4, 2, 32, 20, (40,), 150, 12, 0.4, 64, DEVICE, torch.float16)
 
 
 def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, causal, return_lse):
@@ -46,26 +46,26 @@ def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_
     return output, lse
 
 
-def test_another_library_can_take_the_whole_chunks(benchmark, shape, monkeypatch):
-    monkeypatch.setattr(benchmark, "flash_4", lambda: SimpleNamespace(flash_attn_varlen_func=varlen))
-    assert benchmark.check_candidate(benchmark.FLASH_4, shape) < 2e-3
+def test_another_library_can_take_the_whole_chunks(bench, shape, monkeypatch):
+    monkeypatch.setattr(bench, "flash_4", lambda: SimpleNamespace(flash_attn_varlen_func=varlen))
+    assert bench.check_candidate(bench.FLASH_4, shape) < 2e-3
 
 
-def test_a_candidate_that_is_wrong_is_seen(benchmark, shape, monkeypatch):
+def test_a_candidate_that_is_wrong_is_seen(bench, shape, monkeypatch):
     name = "packed 128x64"
-    right = benchmark.check_candidate(name, shape)
-    wrong = benchmark.vertical_slash
-    monkeypatch.setattr(benchmark, "vertical_slash", lambda *given, window, **more: wrong(*given, window=window + 1))
+    right = bench.check_candidate(name, shape)
+    wrong = bench.vertical_slash
+    monkeypatch.setattr(bench, "vertical_slash", lambda *given, window, **more: wrong(*given, window=window + 1))
     assert right < 2e-3
-    assert benchmark.check_candidate(name, shape) > benchmark.LIMIT
+    assert bench.check_candidate(name, shape) > bench.LIMIT
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_smoke(benchmark, tmp_path):
+def test_smoke(bench, tmp_path):
     assert os.environ["TRITON_INTERPRET"] == "1"
     out = tmp_path / "found.json"
     chosen = ["--only", "pointers,over a copy,flash", "--keep", "1", "--lengths", "20,40"]
-    assert benchmark.main(["--smoke", "--out", str(out), *chosen]) == 0
+    assert bench.main(["--smoke", "--out", str(out), *chosen]) == 0
     rows = json.loads(out.read_text())["rows"]
     by_op = {row["op"]: row for row in rows}
     assert set(by_op) == {
@@ -73,7 +73,7 @@ def test_smoke(benchmark, tmp_path):
         "write_gate_step"
     }  # fmt: skip
     errors = by_op["vertical_slash check"]["errors"]
-    assert "flash_attn" in errors.pop(benchmark.FLASH_4)
+    assert "flash_attn" in errors.pop(bench.FLASH_4)
     assert all(error < 2e-3 for error in errors.values())
     times = [row["ms"] for row in rows if row["op"] == "vertical_slash"]
     assert [len(ms) for ms in times] == [2, 1]
@@ -86,11 +86,11 @@ def test_smoke(benchmark, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_what_it_refuses(benchmark, monkeypatch, capsys):
-    assert benchmark.main([]) == 2
+def test_what_it_refuses(bench, monkeypatch, capsys):
+    assert bench.main([]) == 2
     assert "CUDA GPU" in capsys.readouterr().err
-    assert benchmark.main(["--smoke", "--parts", "vertical,horizontal"]) == 2
+    assert bench.main(["--smoke", "--parts", "vertical,horizontal"]) == 2
     assert "'horizontal'" in capsys.readouterr().err
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert benchmark.main(["--smoke"]) == 2
+    assert bench.main(["--smoke"]) == 2
     assert "TRITON_INTERPRET=1" in capsys.readouterr().err

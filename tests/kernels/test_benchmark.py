@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "kernels/benchmarks/kernels.py"
 
 
 @pytest.fixture(scope="module")
-def benchmark():
+def bench():
     spec = importlib.util.spec_from_file_location("kernel_benchmark", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules["kernel_benchmark"] = module
@@ -21,10 +21,10 @@ def benchmark():
     del sys.modules["kernel_benchmark"]
 
 
-def test_every_case_computes_what_the_reference_does(benchmark):
-    small = benchmark.Model("small", 3, 6, 2, 64, 128, 96, 70)
+def test_every_case_computes_what_the_reference_does(bench):
+    small = bench.Model("small", 3, 6, 2, 64, 128, 96, 70)
     operations = set()
-    for case in benchmark.all_cases((small,), (300,), DEVICE, torch.float16, (1, 3)):
+    for case in bench.all_cases((small,), (300,), DEVICE, torch.float16, (1, 3)):
         first, second = case.sets(2)
         assert case.apart(first) < 2e-3
         assert case.bytes > 0
@@ -35,7 +35,7 @@ def test_every_case_computes_what_the_reference_does(benchmark):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(benchmark, monkeypatch, capsys):
+def test_without_a_gpu_it_says_so(bench, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["kernels.py"])
-    assert benchmark.main() == 2
+    assert bench.main() == 2
     assert "CUDA GPU" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_other_types(dtype, tmp_path, monkeypatch):
 def test_without_triton(tmp_path, monkeypatch):
     import kvsim_traces.device_capture as device_capture
 
-    monkeypatch.setattr(device_capture, "_kernel", lambda: None)
+    monkeypatch.setattr(device_capture, "_kernels", lambda: None)
     with pytest.raises(AssertionError, match="computed by PyTorch"):
         both(tiny("gemma3"), tmp_path, monkeypatch, capture="scores")
     found, plain = open_trace(tmp_path / "overlapped"), open_trace(tmp_path / "plain")

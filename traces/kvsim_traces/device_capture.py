@@ -1,9 +1,11 @@
 """Decode steps captured on a GPU: a kernel writes rows as the trace stores them, and nothing waits for the host."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvsim_kernels.attention_rows import attention_row, prompt_mass
+from kvsim_kernels.attention_rows import attention_row, layer_rows, prompt_mass
 
 from kvsim_traces.capture import StepCapture
 from kvsim_traces.hooks import AttentionCall
@@ -17,13 +19,13 @@ _HALF_TYPES = (torch.float16, torch.bfloat16)
 _KERNEL_TYPES = (torch.float32, *_HALF_TYPES)
 
 
-def _kernel() -> Any:
-    """Return the attention rows kernel, or None where Triton is not installed."""
+def _kernels() -> Any:
+    """Return the module of the attention rows kernels, or None where Triton is not installed."""
     try:
-        from kvsim_kernels.attention_rows.kernel import attention_row as compiled
+        from kvsim_kernels.attention_rows import kernel
     except ImportError:
         return None
-    return compiled
+    return kernel
 
 
 def _mass_kernel() -> Any:
@@ -54,53 +56,90 @@ def device_prompt_mass(queries: torch.Tensor, keys: torch.Tensor, **options: Any
     return torch.cat(parts)
 
 
-def write_rows(
-    call: AttentionCall, visible: int, out: torch.Tensor, sums: torch.Tensor, *, mean: bool, scale: float, kernel: Any
-) -> bool:
-    """Compute the rows of a decode step's attention call where it ran.
+@dataclass(frozen=True)
+class _Wanted:
+    """Rows of one layer that are still to be written.
 
-    Parameters
+    Attributes
     ----------
     call : AttentionCall
         With one query.
-    visible : int
-        Its query sees this many of the latest keys.
-    out : Tensor [H, visible] or [visible]
-        Where the rows, or with `mean` their mean, go, times `scale`, in its own type.
-    sums : Tensor [H]
+    ordinal, visible : int
+        The layer, and how many of the latest keys its query sees.
+    """
+
+    call: AttentionCall
+    ordinal: int
+    visible: int
+
+    @property
+    def query(self) -> torch.Tensor:
+        return self.call.query[:, 0]
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self.call.key[:, -self.visible :]
+
+
+def write_rows(
+    wanted: Sequence[_Wanted], out: torch.Tensor, sums: torch.Tensor, *, scale: float, kernels: Any
+) -> set[int]:
+    """Compute the rows of a decode step's attention calls where they ran.
+
+    Parameters
+    ----------
+    wanted : sequence of _Wanted
+    out : Tensor [K, H, n] or [K, n]
+        Where the layers' rows or their means go, times `scale`, in its own type, before them zeros where a layer's
+        query sees fewer than n keys.
+    sums : Tensor [K, H]
         Where the rows' float32 sums go.
-    mean : bool
     scale : float
-    kernel : callable or None
-        `kvsim_kernels.attention_rows.kernel.attention_row`.
+    kernels : module or None
+        `kvsim_kernels.attention_rows.kernel`.
 
     Returns
     -------
-    bool
-        Whether the kernel did it. It has no 64-bit floats, no query and key of different types, and no vectors whose
-        numbers lie apart; PyTorch computes those, on the same device.
+    set of int
+        The layers whose rows PyTorch computed. The kernels have no 64-bit floats, no query and key of different types,
+        and no vectors whose numbers lie apart.
     """
-    query, keys = call.query[:, 0], call.key[:, -visible:]
-    options: dict[str, Any] = {
-        "scaling": call.scaling,
-        "softcap": call.softcap,
-        "sink_logits": call.sink_logits,
-    }
-    contiguous = query.stride(-1) == 1 and keys.stride(-1) == 1
-    if kernel is not None and query.dtype == keys.dtype and query.dtype in _KERNEL_TYPES and contiguous:
-        kernel(query, keys, **options, mean=mean, scale=scale, out=out, sums=sums)
-        return True
-    rows = attention_row(query, keys, **options)
-    sums.copy_(rows.sum(dim=-1))
-    out.copy_((rows.mean(dim=0) if mean else rows) * scale)
-    return False
+    alike: dict[Any, list[_Wanted]] = {}
+    plain: set[int] = set()
+    for one in wanted:
+        call, query, keys = one.call, one.query, one.keys
+        if hidden := out.shape[-1] - one.visible:
+            out[one.ordinal, ..., :hidden].zero_()
+        contiguous = query.stride(-1) == 1 and keys.stride(-1) == 1
+        if kernels is None or query.dtype != keys.dtype or query.dtype not in _KERNEL_TYPES or not contiguous:
+            plain.add(one.ordinal)
+            kind: Any = one.ordinal
+        else:
+            kind = (keys.shape, keys.stride(), keys.dtype, call.scaling, call.softcap, call.sink_logits is None)
+        alike.setdefault(kind, []).append(one)
+    for own in alike.values():
+        call = own[0].call
+        sinks = None if call.sink_logits is None else [one.call.sink_logits for one in own]
+        options: dict[str, Any] = {"scaling": call.scaling, "softcap": call.softcap, "scale": scale}
+        compute = layer_rows if own[0].ordinal in plain else kernels.layer_rows
+        compute(
+            [one.query for one in own],
+            [one.keys for one in own],
+            places=[one.ordinal for one in own],
+            out=out,
+            sums=sums,
+            sink_logits=sinks,
+            **options,
+        )
+    return plain
 
 
 class DeviceCapture(StepCapture):
     """Observer of decode steps that writes a step's arrays into one buffer on their device.
 
-    Call `begin` before each forward and `finish` after it. Row sums of queries and keys without sinks are 1, what the
-    softmax's are but for rounding: rows are not computed for them.
+    Call `begin_into` before each forward and `finish` after it, which writes the rows of all layers at once: a layer's
+    own launches would cost the host, which a decode step mostly waits for, more than the GPU. Row sums of queries and
+    keys without sinks are 1, what the softmax's are but for rounding: rows are not computed for them.
 
     Attributes
     ----------
@@ -111,8 +150,9 @@ class DeviceCapture(StepCapture):
     def __init__(self, layers: list[LayerInfo], capture: str, qk_dtype: str, rotary: RotaryTap | None = None) -> None:
         super().__init__(layers, capture, qk_dtype, rotary)
         self.plain: set[int] = set()
-        self._kernel = _kernel()
+        self._kernels = _kernels()
         self._into: dict[str, torch.Tensor] = {}
+        self._wanted: list[_Wanted] = []
         self._count = 0
 
     def begin_into(self, into: dict[str, torch.Tensor], position: int, keep: bool = False) -> None:
@@ -128,6 +168,7 @@ class DeviceCapture(StepCapture):
         """
         self.begin(position, keep)
         self._into, self._count = into, 0
+        self._wanted.clear()
         if self._capture in ("qk", "qkv"):
             into["row_sums"].fill_(1)
 
@@ -137,39 +178,11 @@ class DeviceCapture(StepCapture):
         self._count += 1
 
     def _take(self, call: AttentionCall, ordinal: int, visible: int) -> None:
-        sums = self._into["row_sums"][ordinal]
-        stored = self._into.get("attention", self._into.get("scores"))
-        if stored is not None:
-            row, hidden = stored[ordinal], self._position + 1 - visible
-            if hidden:
-                row[..., :hidden].zero_()
-            self._rows_of(call, ordinal, visible, row[..., hidden:], sums, mean=row.ndim == 1, scale=SCALE)
-        else:
+        vectors = self._capture in ("qk", "qkv")
+        if vectors:
             self._keep_vectors(call, ordinal)
-            if call.sink_logits is not None:
-                unused = torch.empty(visible, device=call.query.device)
-                self._rows_of(call, ordinal, visible, unused, sums, mean=True, scale=1)
-        if self._keep:
-            rows = torch.empty(call.query.shape[0], visible, device=call.query.device)
-            self._rows_of(call, ordinal, visible, rows, torch.empty_like(sums), mean=False, scale=1)
-            self.exact.append(self._placed(rows))
-            self.stored.append(
-                self._recomputed(call, visible, sums) if stored is None else stored[ordinal].float() / SCALE
-            )
-
-    def _rows_of(
-        self,
-        call: AttentionCall,
-        ordinal: int,
-        visible: int,
-        out: torch.Tensor,
-        sums: torch.Tensor,
-        *,
-        mean: bool,
-        scale: float,
-    ) -> None:
-        if not write_rows(call, visible, out, sums, mean=mean, scale=scale, kernel=self._kernel):
-            self.plain.add(ordinal)
+        if not vectors or call.sink_logits is not None or self._keep:
+            self._wanted.append(_Wanted(call, ordinal, visible))
 
     def finish(self, token: torch.Tensor) -> None:
         """Complete the step's arrays.
@@ -184,6 +197,33 @@ class DeviceCapture(StepCapture):
         for name, parts in self._vectors.items():
             if parts:
                 self._into[name].copy_(torch.stack(parts))
+        stored, sums = self._into.get("attention", self._into.get("scores")), self._into["row_sums"]
+        if stored is not None:
+            self._write(self._wanted, stored, sums, SCALE)
+        elif with_sinks := [one for one in self._wanted if one.call.sink_logits is not None]:
+            self._write(with_sinks, sums.new_empty(len(sums), self._position + 1), sums, 1)
+        if self._keep:
+            self._keep_rows(stored, sums)
         self._into = {}
-        for kept in self._vectors.values():
+        for kept in (self._wanted, *self._vectors.values()):
             kept.clear()
+
+    def _write(self, wanted: list[_Wanted], out: torch.Tensor, sums: torch.Tensor, scale: float) -> None:
+        self.plain |= write_rows(wanted, out, sums, scale=scale, kernels=self._kernels)
+
+    def _keep_rows(self, stored: torch.Tensor | None, sums: torch.Tensor) -> None:
+        """Keep each layer's exact rows, and what a reader will get, for the check."""
+        for one in self._wanted:
+            rows = attention_row(
+                one.query,
+                one.keys,
+                scaling=one.call.scaling,
+                softcap=one.call.softcap,
+                sink_logits=one.call.sink_logits,
+            )
+            self.exact.append(self._placed(rows))
+            self.stored.append(
+                self._recomputed(one.call, one.visible, sums[one.ordinal])
+                if stored is None
+                else stored[one.ordinal].float() / SCALE
+            )

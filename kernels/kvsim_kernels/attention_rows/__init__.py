@@ -1,5 +1,5 @@
-"""Attention probabilities themselves: the row of one query, and the mass a prompt's positions receive."""
+"""Attention probabilities themselves: one query's row, of one layer or many, and the mass that positions receive."""
 
-from kvsim_kernels.attention_rows.reference import attention_row, prompt_mass
+from kvsim_kernels.attention_rows.reference import attention_row, layer_rows, prompt_mass
 
-__all__ = ["attention_row", "prompt_mass"]
+__all__ = ["attention_row", "layer_rows", "prompt_mass"]

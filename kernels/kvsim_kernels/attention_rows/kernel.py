@@ -1,4 +1,9 @@
-"""Attention probabilities of a single query: logits split along the keys, then normalised."""
+"""Attention probabilities of a single query: logits split along the keys, then normalised; of a layer, or of many.
+
+The keys of many layers lie wherever their caches have them: programs read where from a table.
+"""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -8,11 +13,12 @@ from kvsim_kernels.attention_rows.reference import group_size
 from kvsim_kernels.decode_attention.kernel import capped
 from kvsim_kernels.launch import split_count
 
-__all__ = ["attention_row"]
+__all__ = ["attention_row", "layer_rows"]
 
 _TILE_BYTES = 16384
 _BLOCK = 1024
 _MEAN_ITEMS = 4096
+_LOGITS_BYTES = 2**26
 
 
 # Lengths and views of rows change from step to step: programs are not compiled anew for those divisible by 16.
@@ -20,6 +26,7 @@ _MEAN_ITEMS = 4096
 def _logits(
     query,
     keys,
+    table,
     mask,
     logits,
     part_max,
@@ -38,8 +45,19 @@ def _logits(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     split, head = tl.program_id(0), tl.program_id(1)
+    if table is not None:
+        layer = tl.program_id(2)
+        heads = tl.num_programs(1) * GROUP
+        query += layer * heads * stride_query
+        keys = tl.load(table + layer).to(tl.pointer_type(query.dtype.element_ty))
+        if ALIGNED:
+            keys = tl.multiple_of(keys, 16)
+        logits += layer.to(tl.int64) * heads * stride_logits
+        part_max += layer * heads * SPLITS
+        part_sum += layer * heads * SPLITS
     share = tl.cdiv(tl.cdiv(length, SPLITS), 16) * 16
     end = tl.minimum(split * share + share, length)
     row, dim = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -91,22 +109,47 @@ def _totals(tops, sums, sinks):
     return base, kept, tl.where(total > 0, total, 1.0)
 
 
-@triton.jit(do_not_specialize=["length", "stride_out"], do_not_specialize_on_alignment=["out", "row_sums"])
+@triton.jit
+def _of_layer(table, heads, logits, part_max, part_sum, sinks, out, row_sums, stride_logits, stride_layer, SPLITS):
+    """Move to one of many layers, whose rows go to a place that the table names."""
+    layer, layers = tl.program_id(2), tl.num_programs(2)
+    place = tl.load(table + layers + layer)
+    logits += layer.to(tl.int64) * heads * stride_logits
+    part_max += layer * heads * SPLITS
+    part_sum += layer * heads * SPLITS
+    if sinks is not None:
+        sinks += layer * heads
+    out += place * stride_layer
+    if row_sums is not None:
+        row_sums += place * heads
+    return logits, part_max, part_sum, sinks, out, row_sums
+
+
+@triton.jit(
+    do_not_specialize=["length", "stride_out", "stride_layer"], do_not_specialize_on_alignment=["out", "row_sums"]
+)
 def _normalise(
     logits,
     part_max,
     part_sum,
     sinks,
+    table,
     out,
     row_sums,
     length,
     scale,
     stride_logits,
     stride_out,
+    stride_layer,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if table is not None:
+        logits, part_max, part_sum, sinks, out, row_sums = _of_layer(
+            table, tl.num_programs(1), logits, part_max, part_sum, sinks, out, row_sums, stride_logits, stride_layer,
+            SPLITS,
+        )  # fmt: skip
     own = tl.program_id(1) + tl.arange(0, 1)
     split = tl.arange(0, SPLITS_2)[None, :]
     part, is_part = own[:, None] * SPLITS + split, split < SPLITS
@@ -125,23 +168,29 @@ def _normalise(
     tl.store(out + far * stride_out + place, p.to(out.dtype.element_ty), mask=place < length)
 
 
-@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["out", "row_sums"])
+@triton.jit(do_not_specialize=["length", "stride_layer"], do_not_specialize_on_alignment=["out", "row_sums"])
 def _mean(
     logits,
     part_max,
     part_sum,
     sinks,
+    table,
     out,
     row_sums,
     length,
     scale,
     stride_logits,
+    stride_layer,
     HEADS: tl.constexpr,
     HEADS_2: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if table is not None:
+        logits, part_max, part_sum, sinks, out, row_sums = _of_layer(
+            table, HEADS, logits, part_max, part_sum, sinks, out, row_sums, stride_logits, stride_layer, SPLITS
+        )
     own, split = tl.arange(0, HEADS_2), tl.arange(0, SPLITS_2)[None, :]
     is_own = own < HEADS
     part, is_part = own[:, None] * SPLITS + split, is_own[:, None] & (split < SPLITS)
@@ -213,31 +262,134 @@ def attention_row(
         out = torch.empty((length,) if mean else (heads, length), dtype=dtype, device=query.device)
     elif out.shape != ((length,) if mean else (heads, length)) or out.stride(-1) != 1:
         raise ValueError(f"out must be [{'' if mean else f'{heads}, '}{length}] with a contiguous last dimension")
-    stride = triton.cdiv(length, 16) * 16
-    logits = torch.empty(heads, stride, dtype=torch.float32, device=query.device)
-    part_max, part_sum = torch.empty(2, heads, splits, dtype=torch.float32, device=query.device)
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
+    factor = float(dim**-0.5 if scaling is None else scaling)
+    _launch(query, keys, None, 1, mask, factor, softcap, sink_logits, mean, float(scale), out, sums, splits, group)
+    return out
+
+
+def layer_rows(
+    queries: Sequence[torch.Tensor],
+    keys: Sequence[torch.Tensor],
+    *,
+    places: Sequence[int],
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Sequence[torch.Tensor] | None = None,
+    scale: float = 1.0,
+    splits: int | None = None,
+) -> None:
+    """Write the rows of several layers' single queries in two launches; see `attention_row`.
+
+    Layers are taken together as long as their logits take 64 MiB at most.
+
+    Parameters
+    ----------
+    queries : sequence of Tensor [H, d]
+        One for each layer.
+    keys : sequence of Tensor [Hk, n, d]
+        Of one shape, type and layout; their last dimension is contiguous.
+    places : sequence of int
+        Where in `out` and `sums` each layer's rows go.
+    out : Tensor [K, H, m] or [K, m]
+        Gets the rows times `scale` at its last n positions, in its own type; or their mean. Contiguous.
+    sums : Tensor [K, H]
+        Gets each row's sum, in float32. Contiguous.
+    scaling, softcap
+        As in `attention_row`.
+    sink_logits : sequence of Tensor [H], optional
+        One for each layer.
+    scale, splits
+        As in `attention_row`.
+
+    Raises
+    ------
+    ValueError
+        If shapes, types or layouts do not fit.
+    """
+    query, first = queries[0], keys[0]
+    group = group_size(query, first)
+    heads, dim = query.shape
+    kv_heads, length = first.shape[:2]
+    mean = out.ndim == 2
+    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"queries and keys must share a type of at most 32 bits, got {query.dtype}")
+    if any(one.shape != query.shape or one.dtype != query.dtype for one in queries):
+        raise ValueError("queries must have one shape and one type")
+    if any((one.shape, one.stride(), one.dtype) != (first.shape, first.stride(), query.dtype) for one in keys):
+        raise ValueError("keys must have the queries' type, one shape and one layout")
+    if first.stride(-1) != 1 or any(one.stride(-1) != 1 for one in queries):
+        raise ValueError("the last dimension of queries and keys must be contiguous")
+    if not len(queries) == len(keys) == len(places) or not out.is_contiguous() or not sums.is_contiguous():
+        raise ValueError("there must be one query, keys and place for each layer, and contiguous outputs")
+    wanted = (len(sums),) if mean else (len(sums), heads)
+    if out.shape[:-1] != wanted or out.shape[-1] < length or sums.shape[1:] != (heads,):
+        raise ValueError(f"out and sums of shapes {tuple(out.shape)} and {tuple(sums.shape)} do not fit")
+    if min(places) < 0 or max(places) >= len(sums):
+        raise ValueError(f"places must be in 0..{len(sums) - 1}, got {list(places)}")
+    splits = split_count(kv_heads, length, query.device) if splits is None else splits
+    factor = float(dim**-0.5 if scaling is None else scaling)
+    together = max(1, _LOGITS_BYTES // (4 * heads * length))
+    for start in range(0, len(keys), together):
+        own = slice(start, start + together)
+        count = len(keys[own])
+        addresses = [one.data_ptr() for one in keys[own]]
+        table = torch.tensor([addresses, [*places[own]]], dtype=torch.int64)
+        if query.device.type != "cpu":
+            table = table.pin_memory().to(query.device, non_blocking=True)
+        sinks = None if sink_logits is None else torch.stack(list(sink_logits[own]))
+        _launch(
+            torch.stack(list(queries[own])), first, table, count, None, factor, softcap, sinks, mean, float(scale),
+            out[..., out.shape[-1] - length :], sums, splits, group, all(one % 16 == 0 for one in addresses),
+        )  # fmt: skip
+
+
+def _launch(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    table: torch.Tensor | None,
+    layers: int,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    mean: bool,
+    scale: float,
+    out: torch.Tensor,
+    sums: torch.Tensor | None,
+    splits: int,
+    group: int,
+    aligned: bool = True,
+) -> None:
+    heads, dim = query.shape[-2:]
+    kv_heads, length = keys.shape[:2]
+    stride = triton.cdiv(length, 16) * 16
+    logits = torch.empty(layers * heads * stride, dtype=torch.float32, device=query.device)
+    parts = torch.empty(2 * layers * heads * splits, dtype=torch.float32, device=query.device)
+    part_max, part_sum = parts[: parts.numel() // 2], parts[parts.numel() // 2 :]
     width = max(16, triton.next_power_of_2(dim))
     block = min(128, max(16, _TILE_BYTES // (width * query.element_size())))
-    _logits[(splits, kv_heads)](
-        query, keys, mask, logits, part_max, part_sum, length,
-        float(dim**-0.5 if scaling is None else scaling), softcap,
-        query.stride(0), keys.stride(0), keys.stride(1), mask.stride(0) if mask is not None and mask.ndim > 1 else 0,
-        stride,
+    _logits[(splits, kv_heads, layers)](
+        query, keys, table, mask, logits, part_max, part_sum, length, scaling, softcap,
+        query.stride(-2), keys.stride(0), keys.stride(1),
+        mask.stride(0) if mask is not None and mask.ndim > 1 else 0, stride,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DIM=dim, WIDTH=width, BLOCK=block, SPLITS=splits,
-        num_warps=4, num_stages=4,
+        ALIGNED=aligned, num_warps=4, num_stages=4,
     )  # fmt: skip
-    given = logits, part_max, part_sum, sink_logits, out, sums, length, float(scale), stride
+    given = logits, part_max, part_sum, sinks, table, out, sums, length, scale, stride
+    stride_layer = 0 if table is None else out.stride(0)
     splits_2 = triton.next_power_of_2(splits)
     if mean:
         heads_2 = triton.next_power_of_2(heads)
         block = max(16, _MEAN_ITEMS // heads_2)
-        _mean[(triton.cdiv(length, block),)](
-            *given, HEADS=heads, HEADS_2=heads_2, SPLITS=splits, SPLITS_2=splits_2, BLOCK=block, num_warps=4,
+        _mean[(triton.cdiv(length, block), 1, layers)](
+            *given, stride_layer,
+            HEADS=heads, HEADS_2=heads_2, SPLITS=splits, SPLITS_2=splits_2, BLOCK=block, num_warps=4,
         )  # fmt: skip
     else:
-        _normalise[(triton.cdiv(length, _BLOCK), heads)](
-            *given, out.stride(0), SPLITS=splits, SPLITS_2=splits_2, BLOCK=_BLOCK, num_warps=4,
+        _normalise[(triton.cdiv(length, _BLOCK), heads, layers)](
+            *given, out.stride(-2), stride_layer, SPLITS=splits, SPLITS_2=splits_2, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
-    return out

@@ -1,8 +1,10 @@
 """Attention probabilities in plain PyTorch: what fused attention kernels compute and throw away.
 
-Both functions take post-RoPE queries and keys and map query heads onto KV heads as grouped-query attention does: query
+The functions take post-RoPE queries and keys and map query heads onto KV heads as grouped-query attention does: query
 head ``h`` reads KV head ``h // (H // Hk)``. Everything is computed in float32 (or wider), whatever the input's type.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -73,6 +75,46 @@ def attention_row(
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
     return _probabilities(logits, sink_logits)
+
+
+def layer_rows(
+    queries: Sequence[torch.Tensor],
+    keys: Sequence[torch.Tensor],
+    *,
+    places: Sequence[int],
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Sequence[torch.Tensor] | None = None,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Write the rows of several layers' single queries, as `attention_row` gives each of them.
+
+    Parameters
+    ----------
+    queries, keys : sequence of Tensor [H, d], [Hk, n, d]
+        One for each layer.
+    places : sequence of int
+        Where in `out` and `sums` each layer's rows go.
+    out : Tensor [K, H, m] or [K, m]
+        Gets the rows times `scale` at its last n positions, in its own type; or their mean. What is before those stays.
+    sums : Tensor [K, H]
+        Gets each row's sum.
+    scaling, softcap, dtype
+        As in `attention_row`.
+    sink_logits : sequence of Tensor [H], optional
+        One for each layer.
+    scale : float
+    """
+    for index, place in enumerate(places):
+        sinks = None if sink_logits is None else sink_logits[index]
+        rows = attention_row(
+            queries[index], keys[index], scaling=scaling, softcap=softcap, sink_logits=sinks, dtype=dtype
+        )
+        sums[place] = rows.sum(-1)
+        out[place, ..., out.shape[-1] - rows.shape[-1] :] = (rows.mean(0) if out.ndim == 2 else rows) * scale
 
 
 def prompt_mass(

@@ -4,7 +4,9 @@ import pytest
 import torch
 from kernel_cases import DEVICE, TYPES, error, normal
 from kvsim_kernels.attention_rows import attention_row as reference
-from kvsim_kernels.attention_rows.kernel import attention_row
+from kvsim_kernels.attention_rows import kernel as module
+from kvsim_kernels.attention_rows import layer_rows as reference_rows
+from kvsim_kernels.attention_rows.kernel import attention_row, layer_rows
 
 
 def inputs(kv_heads, group, dim, length, dtype=torch.float32):
@@ -146,3 +148,84 @@ def test_what_does_not_fit():
         attention_row(query.double(), keys.double())
     with pytest.raises(ValueError, match="contiguous"):
         attention_row(query, keys.transpose(1, 2).contiguous().transpose(1, 2))
+
+
+def layers(count, kv_heads, group, dim, length, dtype, *, room=0):
+    """Queries and keys of layers, whose keys lie apart with room before them."""
+    queries = [normal(kv_heads * group, dim, seed=10 + layer, dtype=dtype) for layer in range(count)]
+    keys = [normal(kv_heads, room + length, dim, seed=50 + layer, dtype=dtype)[:, room:] for layer in range(count)]
+    return queries, keys
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize(
+    ("count", "kv_heads", "group", "dim", "length", "splits"),
+    [(3, 2, 3, 64, 77, 3), (1, 1, 4, 128, 300, None), (4, 2, 1, 80, 33, 2), (2, 1, 7, 96, 1, 1)],
+)
+def test_layers(count, kv_heads, group, dim, length, splits, mean, dtype):
+    queries, keys = layers(count, kv_heads, group, dim, length, dtype, room=3)
+    heads, wide = kv_heads * group, length + 5
+    places = [count + 1, 0, 3, 1, 2][:count]
+    shape = (count + 2, wide) if mean else (count + 2, heads, wide)
+    out, sums = torch.full(shape, 7.0, device=DEVICE), torch.full((count + 2, heads), 7.0, device=DEVICE)
+    exact, exact_sums = out.double(), sums.double()
+    options = {"places": places, "scaling": 0.3, "softcap": 5.0, "scale": 3.0}
+    layer_rows(queries, keys, out=out, sums=sums, splits=splits, **options)
+    reference_rows(queries, keys, out=exact, sums=exact_sums, dtype=torch.float64, **options)
+    assert error(out, exact) < 2e-6
+    assert error(sums, exact_sums) < 2e-6
+    assert (out[..., :5] == 7).all()
+    others = [place for place in range(count + 2) if place not in places]
+    assert (out[others] == 7).all()
+    assert (sums[others] == 7).all()
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_layers_with_sinks(mean):
+    queries, keys = layers(3, 2, 2, 64, 40, torch.float32)
+    sinks = [torch.linspace(layer - 2, 3, 4, device=DEVICE) for layer in range(3)]
+    out, sums = torch.empty((3, 40) if mean else (3, 4, 40), device=DEVICE), torch.empty(3, 4, device=DEVICE)
+    exact, exact_sums = out.double(), sums.double()
+    layer_rows(queries, keys, places=[2, 0, 1], sink_logits=sinks, out=out, sums=sums)
+    reference_rows(queries, keys, places=[2, 0, 1], sink_logits=sinks, out=exact, sums=exact_sums, dtype=torch.float64)
+    assert error(out, exact) < 2e-6
+    assert error(sums, exact_sums) < 2e-6
+
+
+def test_layers_are_taken_together_as_far_as_their_logits_fit(monkeypatch):
+    queries, keys = layers(5, 1, 2, 64, 20, torch.float16)
+    out, sums = torch.empty(5, 2, 20, device=DEVICE), torch.empty(5, 2, device=DEVICE)
+    monkeypatch.setattr(module, "_LOGITS_BYTES", 2 * 4 * 2 * 20)
+    counts, launch = [], module._launch
+    monkeypatch.setattr(module, "_launch", lambda *given: (counts.append(given[3]), launch(*given)))
+    layer_rows(queries, keys, places=range(5), out=out, sums=sums)
+    assert counts == [2, 2, 1]
+    exact = torch.stack([reference(query, own, dtype=torch.float64) for query, own in zip(queries, keys, strict=True)])
+    assert error(out, exact) < 2e-6
+
+
+def test_keys_at_any_address():
+    """Two numbers on from where an allocation begins, no load of 16 bytes is possible."""
+    queries, _ = layers(2, 1, 2, 64, 30, torch.float16)
+    keys = [normal(30 * 64 + 2, seed=layer, dtype=torch.float16)[2:].view(1, 30, 64) for layer in range(2)]
+    assert keys[0].data_ptr() % 16
+    out, sums = torch.empty(2, 2, 30, device=DEVICE), torch.empty(2, 2, device=DEVICE)
+    layer_rows(queries, keys, places=[0, 1], out=out, sums=sums)
+    exact = torch.stack([reference(query, own, dtype=torch.float64) for query, own in zip(queries, keys, strict=True)])
+    assert error(out, exact) < 2e-6
+
+
+def test_layers_that_do_not_fit():
+    queries, keys = layers(2, 1, 2, 64, 20, torch.float16)
+    good = {"places": [0, 1], "out": torch.empty(2, 2, 20, device=DEVICE), "sums": torch.empty(2, 2, device=DEVICE)}
+    with pytest.raises(ValueError, match="one shape and one layout"):
+        layer_rows(queries, [keys[0], keys[1][:, :9]], **good)
+    with pytest.raises(ValueError, match="one type"):
+        layer_rows([queries[0], queries[1].float()], keys, **good)
+    with pytest.raises(ValueError, match=r"places must be in 0\.\.1, got \[0, 2\]"):
+        layer_rows(queries, keys, **good | {"places": [0, 2]})
+    with pytest.raises(ValueError, match="do not fit"):
+        layer_rows(queries, keys, **good | {"out": torch.empty(2, 2, 19, device=DEVICE)})
+    with pytest.raises(ValueError, match="contiguous outputs"):
+        layer_rows(queries, keys, **good | {"places": [0]})
