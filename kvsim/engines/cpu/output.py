@@ -1,5 +1,7 @@
 """Output error of several replays at once: the full output of a step is the same for all of them."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numba
@@ -13,6 +15,9 @@ from kvsim.plan import Groups
 
 __all__ = ["output_errors"]
 
+_STEPS = 16
+"""Of a thread at a time."""
+
 
 def output_errors(
     trace: Trace,
@@ -21,7 +26,7 @@ def output_errors(
     evicted_at: npt.NDArray[np.int32],
     history: npt.NDArray[np.bool_] | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Compute the output error of every step; `kvsim.engines.output.output_error_of_step` defines it.
+    """Compute the output error of every step, on all cores; `kvsim.engines.output.output_error_of_step` defines it.
 
     Parameters
     ----------
@@ -47,7 +52,13 @@ def output_errors(
     errors = np.zeros((len(evicted_at), trace.num_steps))
     sets = np.zeros((0, 0, 0), np.bool_) if history is None else history
     recording = rows.data, rows.bases, rows.stride, rows.scale, rows.heads
-    _errors(*recording, values, group_of, trace.prompt_length, evicted_at, sets, errors)
+
+    def some(first: int) -> None:
+        last = min(first + _STEPS, trace.num_steps)
+        _errors(*recording, values, group_of, trace.prompt_length, evicted_at, sets, first, last, errors)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(some, range(0, trace.num_steps, _STEPS)))
     return errors
 
 
@@ -63,6 +74,8 @@ def _errors(
     prompt: int,
     evicted_at: npt.NDArray[np.int32],
     sets: npt.NDArray[np.bool_],
+    first_step: int,
+    last_step: int,
     errors: npt.NDArray[np.float64],
 ) -> None:
     replays, num_groups, positions = evicted_at.shape
@@ -70,7 +83,7 @@ def _errors(
     visible = np.empty((replays, num_groups, positions), np.int32)
     counts = np.empty((replays, num_groups), np.int64)
     full, seen, lost = np.empty(dim), np.empty(dim), np.empty(replays)
-    for t in range(bases.size):
+    for t in range(first_step, last_step):
         n = prompt + t + 1
         for p in range(replays):
             for g in range(num_groups):
