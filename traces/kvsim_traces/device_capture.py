@@ -73,12 +73,10 @@ class _Wanted:
     visible: int
 
     @property
-    def query(self) -> torch.Tensor:
-        return self.call.query[:, 0]
-
-    @property
     def keys(self) -> torch.Tensor:
-        return self.call.key[:, -self.visible :]
+        """The keys that the query sees, [Hk, visible, d]."""
+        key = self.call.key
+        return key if key.shape[1] == self.visible else key[:, -self.visible :]
 
 
 def write_rows(
@@ -102,34 +100,32 @@ def write_rows(
     -------
     set of int
         The layers whose rows PyTorch computed. The kernels have no 64-bit floats, no query and key of different types,
-        and no vectors whose numbers lie apart.
+        and no keys whose numbers lie apart.
     """
-    alike: dict[Any, list[_Wanted]] = {}
+    alike: dict[Any, list[tuple[_Wanted, torch.Tensor]]] = {}
     plain: set[int] = set()
     for one in wanted:
-        call, query, keys = one.call, one.query, one.keys
+        call, keys = one.call, one.keys
         if hidden := out.shape[-1] - one.visible:
             out[one.ordinal, ..., :hidden].zero_()
-        contiguous = query.stride(-1) == 1 and keys.stride(-1) == 1
-        if kernels is None or query.dtype != keys.dtype or query.dtype not in _KERNEL_TYPES or not contiguous:
+        kind: Any = (keys.shape, keys.stride(), keys.dtype, call.scaling, call.softcap, call.sink_logits is None)
+        if kernels is None or call.query.dtype != keys.dtype or keys.dtype not in _KERNEL_TYPES or keys.stride(-1) != 1:
             plain.add(one.ordinal)
-            kind: Any = one.ordinal
-        else:
-            kind = (keys.shape, keys.stride(), keys.dtype, call.scaling, call.softcap, call.sink_logits is None)
-        alike.setdefault(kind, []).append(one)
+            kind = one.ordinal
+        alike.setdefault(kind, []).append((one, keys))
     for own in alike.values():
-        call = own[0].call
-        sinks = None if call.sink_logits is None else [one.call.sink_logits for one in own]
-        options: dict[str, Any] = {"scaling": call.scaling, "softcap": call.softcap, "scale": scale}
-        compute = layer_rows if own[0].ordinal in plain else kernels.layer_rows
+        first = own[0][0]
+        compute = layer_rows if first.ordinal in plain else kernels.layer_rows
         compute(
-            [one.query for one in own],
-            [one.keys for one in own],
-            places=[one.ordinal for one in own],
+            torch.stack([one.call.query for one, _ in own]).squeeze(2),
+            [keys for _, keys in own],
+            places=[one.ordinal for one, _ in own],
             out=out,
             sums=sums,
-            sink_logits=sinks,
-            **options,
+            scaling=first.call.scaling,
+            softcap=first.call.softcap,
+            sink_logits=None if first.call.sink_logits is None else [one.call.sink_logits for one, _ in own],
+            scale=scale,
         )
     return plain
 
@@ -215,7 +211,7 @@ class DeviceCapture(StepCapture):
         """Keep each layer's exact rows, and what a reader will get, for the check."""
         for one in self._wanted:
             rows = attention_row(
-                one.query,
+                one.call.query[:, 0],
                 one.keys,
                 scaling=one.call.scaling,
                 softcap=one.call.softcap,

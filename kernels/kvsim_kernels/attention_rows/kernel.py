@@ -270,7 +270,7 @@ def attention_row(
 
 
 def layer_rows(
-    queries: Sequence[torch.Tensor],
+    queries: torch.Tensor,
     keys: Sequence[torch.Tensor],
     *,
     places: Sequence[int],
@@ -288,8 +288,8 @@ def layer_rows(
 
     Parameters
     ----------
-    queries : sequence of Tensor [H, d]
-        One for each layer.
+    queries : Tensor [G, H, d]
+        One for each layer; contiguous.
     keys : sequence of Tensor [Hk, n, d]
         Of one shape, type and layout; their last dimension is contiguous.
     places : sequence of int
@@ -310,40 +310,39 @@ def layer_rows(
     ValueError
         If shapes, types or layouts do not fit.
     """
-    query, first = queries[0], keys[0]
-    group = group_size(query, first)
-    heads, dim = query.shape
+    first = keys[0]
+    group = group_size(queries[0], first)
+    count, heads, dim = queries.shape
     kv_heads, length = first.shape[:2]
     mean = out.ndim == 2
-    if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"queries and keys must share a type of at most 32 bits, got {query.dtype}")
-    if any(one.shape != query.shape or one.dtype != query.dtype for one in queries):
-        raise ValueError("queries must have one shape and one type")
-    if any((one.shape, one.stride(), one.dtype) != (first.shape, first.stride(), query.dtype) for one in keys):
+    if queries.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"queries and keys must share a type of at most 32 bits, got {queries.dtype}")
+    layout = first.shape, first.stride(), queries.dtype
+    if any((one.shape, one.stride(), one.dtype) != layout for one in keys):
         raise ValueError("keys must have the queries' type, one shape and one layout")
-    if first.stride(-1) != 1 or any(one.stride(-1) != 1 for one in queries):
-        raise ValueError("the last dimension of queries and keys must be contiguous")
-    if not len(queries) == len(keys) == len(places) or not out.is_contiguous() or not sums.is_contiguous():
+    if first.stride(-1) != 1 or not queries.is_contiguous():
+        raise ValueError("queries, and the last dimension of keys, must be contiguous")
+    if not count == len(keys) == len(places) or not out.is_contiguous() or not sums.is_contiguous():
         raise ValueError("there must be one query, keys and place for each layer, and contiguous outputs")
     wanted = (len(sums),) if mean else (len(sums), heads)
     if out.shape[:-1] != wanted or out.shape[-1] < length or sums.shape[1:] != (heads,):
         raise ValueError(f"out and sums of shapes {tuple(out.shape)} and {tuple(sums.shape)} do not fit")
     if min(places) < 0 or max(places) >= len(sums):
         raise ValueError(f"places must be in 0..{len(sums) - 1}, got {list(places)}")
-    splits = split_count(kv_heads, length, query.device) if splits is None else splits
+    splits = split_count(kv_heads, length, queries.device) if splits is None else splits
     factor = float(dim**-0.5 if scaling is None else scaling)
+    addresses = [one.data_ptr() for one in keys]
+    aligned = all(address % 16 == 0 for address in addresses)
     together = max(1, _LOGITS_BYTES // (4 * heads * length))
-    for start in range(0, len(keys), together):
+    for start in range(0, count, together):
         own = slice(start, start + together)
-        count = len(keys[own])
-        addresses = [one.data_ptr() for one in keys[own]]
-        table = torch.tensor([addresses, [*places[own]]], dtype=torch.int64)
-        if query.device.type != "cpu":
-            table = table.pin_memory().to(query.device, non_blocking=True)
+        table = torch.tensor([addresses[own], [*places[own]]], dtype=torch.int64)
+        if queries.device.type != "cpu":
+            table = table.pin_memory().to(queries.device, non_blocking=True)
         sinks = None if sink_logits is None else torch.stack(list(sink_logits[own]))
         _launch(
-            torch.stack(list(queries[own])), first, table, count, None, factor, softcap, sinks, mean, float(scale),
-            out[..., out.shape[-1] - length :], sums, splits, group, all(one % 16 == 0 for one in addresses),
+            queries[own], first, table, table.shape[1], None, factor, softcap, sinks, mean, float(scale),
+            out[..., out.shape[-1] - length :], sums, splits, group, aligned,
         )  # fmt: skip
 
 

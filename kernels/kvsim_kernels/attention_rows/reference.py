@@ -78,7 +78,7 @@ def attention_row(
 
 
 def layer_rows(
-    queries: Sequence[torch.Tensor],
+    queries: torch.Tensor,
     keys: Sequence[torch.Tensor],
     *,
     places: Sequence[int],
@@ -94,7 +94,9 @@ def layer_rows(
 
     Parameters
     ----------
-    queries, keys : sequence of Tensor [H, d], [Hk, n, d]
+    queries : Tensor [G, H, d]
+        One for each layer.
+    keys : sequence of Tensor [Hk, n, d]
         One for each layer.
     places : sequence of int
         Where in `out` and `sums` each layer's rows go.

@@ -152,7 +152,7 @@ def test_what_does_not_fit():
 
 def layers(count, kv_heads, group, dim, length, dtype, *, room=0):
     """Queries and keys of layers, whose keys lie apart with room before them."""
-    queries = [normal(kv_heads * group, dim, seed=10 + layer, dtype=dtype) for layer in range(count)]
+    queries = normal(count, kv_heads * group, dim, seed=10, dtype=dtype)
     keys = [normal(kv_heads, room + length, dim, seed=50 + layer, dtype=dtype)[:, room:] for layer in range(count)]
     return queries, keys
 
@@ -221,8 +221,10 @@ def test_layers_that_do_not_fit():
     good = {"places": [0, 1], "out": torch.empty(2, 2, 20, device=DEVICE), "sums": torch.empty(2, 2, device=DEVICE)}
     with pytest.raises(ValueError, match="one shape and one layout"):
         layer_rows(queries, [keys[0], keys[1][:, :9]], **good)
-    with pytest.raises(ValueError, match="one type"):
-        layer_rows([queries[0], queries[1].float()], keys, **good)
+    with pytest.raises(ValueError, match="the queries' type"):
+        layer_rows(queries.float(), keys, **good)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        layer_rows(queries.transpose(1, 2).contiguous().transpose(1, 2), keys, **good)
     with pytest.raises(ValueError, match=r"places must be in 0\.\.1, got \[0, 2\]"):
         layer_rows(queries, keys, **good | {"places": [0, 2]})
     with pytest.raises(ValueError, match="do not fit"):

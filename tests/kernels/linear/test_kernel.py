@@ -40,8 +40,10 @@ def agrees(found, x, weight, **options):
     exact = reference(x, weight, dtype=torch.float64, **options)
     limit = 1e-6
     if x.dtype != torch.float32:
-        # More than one vector with a normalisation is rounded after each operation.
-        limit = (2 if len(x) == 1 else 3) * error(reference(x, weight, **options), exact)
+        # More than one vector with a normalisation is PyTorch's, rounded after each operation; an H200 had 3.5 times
+        # the error of a single rounding.
+        by_torch = len(x) > 1 and "norm_weight" in options
+        limit = (4 if by_torch else 2) * error(reference(x, weight, **options), exact)
     assert found.dtype == x.dtype
     assert error(found, exact) < limit
 
