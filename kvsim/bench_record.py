@@ -24,6 +24,9 @@ from kvsim.errors import KvsimError
 
 __all__ = ["GOALS", "bench_record", "table"]
 
+TURNS = 4
+"""Recorded runs of a capture."""
+
 GOALS = {"qk": 1.1, "scores": 1.1, "heads": 1.5}
 """A recorded step over an unrecorded one, by the clock and in the GPU's own time. For `heads` the clock stops when all
 steps are on disk, and the goal is what the disk takes for their bytes, where that is longer."""
@@ -36,7 +39,7 @@ def bench_record(
     shape: dict[str, Any] | None = None,
     dtype: str = "bfloat16",
     context: int = 16384,
-    steps: int = 32,
+    steps: int = 16,
     captures: tuple[str, ...] = ("qk", "scores", "heads"),
     long_context: int = 131072,
     long_steps: int = 4,
@@ -71,15 +74,15 @@ def bench_record(
     Returns
     -------
     dict
-        ``rows``, one for each capture, measured between unrecorded runs: one of those, two recorded ones, and another
-        unrecorded one, which the next capture starts from. A run of each kind that compiles everything comes before.
-        A row has what
-        `kvsim.bench_record_runs.figures` gives, and so has its ``unrecorded``; ``ratio``, of the medians, and
-        ``ratio_range``, of the single runs' medians; ``sustained_ratio``; ``gpu_ms``, milliseconds a step in which the
-        GPU did anything (of profiled steps, not timed ones; also in ``unrecorded``), ``gpu_ratio``, and ``idle_share``,
-        the part of a step in which it did nothing but wait for the host. Where that is large, what recording adds may
-        hide in it, and ``gpu_ratio`` shows it. ``goal_met``: ``ratio`` (``heads``: ``sustained_ratio``) is at
-        most ``goal``, and ``gpu_ratio`` at most that of `GOALS`.
+        ``rows``, one for each capture, whose `TURNS` recorded runs each stand between two unrecorded ones: a host that
+        becomes slower or quicker within seconds meets both alike. A run of each kind that compiles everything comes
+        before. A row has what `kvsim.bench_record_runs.figures` gives, and so has its ``unrecorded``. A recorded run's
+        ratio is its median step over the mean of those of the two runs around it; ``ratio`` is the median of these and
+        ``ratio_range`` the lowest and highest; ``sustained_ratio`` likewise. ``gpu_ms``, milliseconds a step in which
+        the GPU did anything (of profiled steps, not timed ones; also in ``unrecorded``), ``gpu_ratio``, and
+        ``idle_share``, the part of a step in which it did nothing but wait for the host. Where that is large, what
+        recording adds may hide in it, and ``gpu_ratio`` shows it. ``goal_met``: ``ratio`` (``heads``:
+        ``sustained_ratio``) is at most ``goal``, and ``gpu_ratio`` at most that of `GOALS`.
         ``mb_per_step``; ``extra_mib``, the larger of both peaks' differences.
         ``seconds`` is what everything took. ``long`` has the memory and ``step_ms`` of the longer prompt, one run each.
         ``disk_mb_s`` is the rate of plain files as large as a step of heads, each flushed. GPU figures are None on a
@@ -140,10 +143,12 @@ class _Bench:
             over = self._over()
             if over is None:
                 gpu = self._first(capture)
-                ours = [self._one(capture), self._one(capture)]
-                after = self._one(None)
-                self.report["rows"].append(self._row(capture, ours, [before, after], (gpu, plain_gpu), disk))
-                before = after
+                ours, beside = [], [before]
+                for _ in range(TURNS):
+                    ours.append(self._one(capture))
+                    beside.append(self._one(None))
+                self.report["rows"].append(self._row(capture, ours, beside, (gpu, plain_gpu), disk))
+                before = beside[-1]
             else:
                 self.report["rows"].append({"capture": capture, "error": over})
             self._keep()
@@ -161,7 +166,7 @@ class _Bench:
     def _ran(self, run: Run) -> Run:
         self.done += 1
         if self.progress is not None:
-            self.progress(self.done, 2 + 4 * len(self.captures) + (2 if self.long_context else 0))
+            self.progress(self.done, 2 + (1 + 2 * TURNS) * len(self.captures) + (2 if self.long_context else 0))
         return run
 
     def _run(self, capture: str | None, context: int, steps: int, **options: Any) -> Run:
@@ -242,14 +247,14 @@ def _beside(
     limit: float,
 ) -> dict[str, Any]:
     """Put the figures of recorded runs beside those of unrecorded ones, and judge them."""
-    single = [mine / theirs for mine in ours["run_ms"] for theirs in plain["run_ms"]]
+    single, sustained = (_in_turn(ours[name], plain[name]) for name in ("run_ms", "run_sustained_ms"))
     row = (
         {"capture": capture}
         | ours
         | {
-            "ratio": round(ours["step_ms"] / plain["step_ms"], 3),
+            "ratio": round(statistics.median(single), 3),
             "ratio_range": [round(min(single), 3), round(max(single), 3)],
-            "sustained_ratio": round(ours["sustained_ms"] / plain["sustained_ms"], 3),
+            "sustained_ratio": round(statistics.median(sustained), 3),
             "extra_mib": _extra(ours, plain),
             **_busy(gpu, ours["step_ms"]),
             "gpu_ratio": None if gpu is None or not plain_gpu else round(gpu / plain_gpu, 3),
@@ -260,6 +265,11 @@ def _beside(
     wall = row["sustained_ratio" if capture == "heads" else "ratio"]
     met = wall <= limit and (row["gpu_ratio"] is None or row["gpu_ratio"] <= GOALS.get(capture, 1.5))
     return row | {"goal_met": met}
+
+
+def _in_turn(ours: list[float], plain: list[float]) -> list[float]:
+    """Divide what each run took by the mean of what the runs before and after it took."""
+    return [2 * mine / (before + after) for mine, before, after in zip(ours, plain[:-1], plain[1:], strict=True)]
 
 
 def _busy(gpu: float | None, step_ms: float) -> dict[str, float | None]:
@@ -295,7 +305,7 @@ def table(report: dict[str, Any]) -> list[str]:
         told = long.get("error", f"extra memory {extra}")
         lines.append(f"scores, {report['shape']['long_context']:,} tokens: {told}")
     lines.append(
-        f"plain files: {report['disk_mb_s']} MB/s; two runs of each capture between two unrecorded ones; to disk: "
+        f"plain files: {report['disk_mb_s']} MB/s; each run of a capture between two unrecorded ones; to disk: "
         "all steps up to the closed trace"
     )
     lines.append(
@@ -323,7 +333,7 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, help="where to write the scratch recordings")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--context", type=int, default=16384)
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--long-context", type=int, default=131072, help="0 for none")
     parser.add_argument("--seconds", type=float, help="after these nothing new is started")
     options = parser.parse_args()

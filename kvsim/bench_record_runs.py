@@ -198,8 +198,8 @@ def figures(runs: list[Run]) -> dict[str, Any]:
     -------
     dict
         ``step_ms``, the median over the steps of all runs, with its ``quartiles`` and each run's own median
-        (``run_ms``); ``sustained_ms`` and ``prefill_s``, medians over runs; ``steps_timed``; ``peak_mib`` of prefill
-        and decoding, the largest.
+        (``run_ms``); ``sustained_ms``, the median over runs, and each one's (``run_sustained_ms``); ``prefill_s``, the
+        median over runs; ``steps_timed``; ``peak_mib`` of prefill and decoding, the largest.
     """
     steps = [ms for run in runs for ms in run.steps]
     return {
@@ -207,6 +207,7 @@ def figures(runs: list[Run]) -> dict[str, Any]:
         "quartiles": [round(float(ms), 3) for ms in np.quantile(steps, [0.25, 0.75])],
         "run_ms": [round(statistics.median(run.steps), 3) for run in runs],
         "sustained_ms": round(statistics.median(run.sustained_ms for run in runs), 3),
+        "run_sustained_ms": [round(run.sustained_ms, 3) for run in runs],
         "prefill_s": round(statistics.median(run.prefill_s for run in runs), 3),
         "steps_timed": len(steps),
         "peak_mib": [round(max(peaks) / 2**20) for peaks in zip(*(run.peaks for run in runs), strict=True)],
