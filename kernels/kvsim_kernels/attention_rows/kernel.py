@@ -110,19 +110,15 @@ def _totals(tops, sums, sinks):
 
 
 @triton.jit
-def _of_layer(table, heads, logits, part_max, part_sum, sinks, out, row_sums, stride_logits, stride_layer, SPLITS):
-    """Move to one of many layers, whose rows go to a place that the table names."""
-    layer, layers = tl.program_id(2), tl.num_programs(2)
-    place = tl.load(table + layers + layer)
+def _of_layer(table, heads, logits, part_max, part_sum, out, stride_logits, stride_layer, SPLITS):
+    """Move to one of many layers, whose rows go to a place that the table names; give that, too."""
+    layer = tl.program_id(2)
+    place = tl.load(table + tl.num_programs(2) + layer)
     logits += layer.to(tl.int64) * heads * stride_logits
     part_max += layer * heads * SPLITS
     part_sum += layer * heads * SPLITS
-    if sinks is not None:
-        sinks += layer * heads
     out += place * stride_layer
-    if row_sums is not None:
-        row_sums += place * heads
-    return logits, part_max, part_sum, sinks, out, row_sums
+    return logits, part_max, part_sum, out, place
 
 
 @triton.jit(
@@ -146,10 +142,13 @@ def _normalise(
     BLOCK: tl.constexpr,
 ):
     if table is not None:
-        logits, part_max, part_sum, sinks, out, row_sums = _of_layer(
-            table, tl.num_programs(1), logits, part_max, part_sum, sinks, out, row_sums, stride_logits, stride_layer,
-            SPLITS,
-        )  # fmt: skip
+        logits, part_max, part_sum, out, place = _of_layer(
+            table, tl.num_programs(1), logits, part_max, part_sum, out, stride_logits, stride_layer, SPLITS
+        )
+        if sinks is not None:
+            sinks += tl.program_id(2) * tl.num_programs(1)
+        if row_sums is not None:
+            row_sums += place * tl.num_programs(1)
     own = tl.program_id(1) + tl.arange(0, 1)
     split = tl.arange(0, SPLITS_2)[None, :]
     part, is_part = own[:, None] * SPLITS + split, split < SPLITS
@@ -188,9 +187,13 @@ def _mean(
     BLOCK: tl.constexpr,
 ):
     if table is not None:
-        logits, part_max, part_sum, sinks, out, row_sums = _of_layer(
-            table, HEADS, logits, part_max, part_sum, sinks, out, row_sums, stride_logits, stride_layer, SPLITS
+        logits, part_max, part_sum, out, place = _of_layer(
+            table, HEADS, logits, part_max, part_sum, out, stride_logits, stride_layer, SPLITS
         )
+        if sinks is not None:
+            sinks += tl.program_id(2) * HEADS
+        if row_sums is not None:
+            row_sums += place * HEADS
     own, split = tl.arange(0, HEADS_2), tl.arange(0, SPLITS_2)[None, :]
     is_own = own < HEADS
     part, is_part = own[:, None] * SPLITS + split, is_own[:, None] & (split < SPLITS)
