@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from kvsim_kernels.launch import early_launch
+from kvsim_traces.files import write_whole
 
 from kvsim.bench_live_checks import found_in_step, same_answers
 from kvsim.bench_live_models import SHAPES, build, copy_bandwidth, loop_ms, milliseconds, random_prompt, read_bytes
@@ -329,7 +330,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     print("\n".join(lines(report)))
     if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_whole(given.out, [json.dumps(report, indent=1).encode() + b"\n"])
     return 1 if report["wrong"] else 0
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvsim_traces.files import write_whole
+
 from kvsim.errors import KvsimError
 from kvsim.gating.data import check_length, read_texts, samples_of
 from kvsim.policy import Policy, parse
@@ -149,6 +151,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     text = json.dumps(report, indent=2, allow_nan=False)
     if options.out is not None:
-        options.out.write_text(text + "\n", encoding="utf-8")
+        write_whole(options.out, [text.encode() + b"\n"])
     print(text if options.json else "\n".join(table_lines(report)))
     return 0

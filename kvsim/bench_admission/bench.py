@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 from kvsim_kernels.vertical_slash.kernel import Tiling
+from kvsim_traces.files import write_whole
 
 from kvsim.bench_admission.checks import attention_errors, model_errors, wrong
 from kvsim.bench_admission.goals import GOAL_LENGTH, estimate_seconds, goals, lines, row_lines
@@ -285,7 +286,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def save(report: dict[str, Any]) -> None:
         if given.out is not None:
-            given.out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+            write_whole(given.out, [json.dumps(report, indent=1, allow_nan=False).encode() + b"\n"])
 
     try:
         report = from_options(

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvsim_traces.files import write_whole
+
 from kvsim.errors import KvsimError
 from kvsim.gating.data import Samples
 from kvsim.gating.run import gate_facts, train_to
@@ -95,8 +97,8 @@ def sweep(
         mark_frontier(points)
         found["windows"][str(window)] = {name: report.validation[name] for name in ("local", "full")}
         found["runs"].append(gate_facts(gate, report, Path(out.name)))
-        (folder / "frontier.json").write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        (folder / "frontier.csv").write_text(_csv(points), encoding="utf-8")
+        write_whole(folder / "frontier.json", [json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"])
+        write_whole(folder / "frontier.csv", [_csv(points).encode()])
     return found
 
 
