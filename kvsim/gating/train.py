@@ -147,8 +147,9 @@ def train(
             raise KvsimError(f"training diverged at update {done} (losses {found[0]}, {found[1]}); lower learning_rate")
         if progress is not None:
             progress(done, settings.steps, dict(zip(COLUMNS, rows[-1], strict=True)))
-        due = settings.checkpoint_every and done % settings.checkpoint_every == 0
-        if checkpoint is not None and due and done < settings.steps:
+        # After the last update, too: validation takes a while, and may be what is interrupted.
+        due = settings.checkpoint_every and (done % settings.checkpoint_every == 0 or done == settings.steps)
+        if checkpoint is not None and due:
             save_state(State(done, arrays_of(trained, optimizer), np.array(rows), facts), checkpoint)
     seconds = time.perf_counter() - start
 

@@ -134,6 +134,19 @@ def test_a_resumed_run_is_equal_to_the_bit(model, tmp_path, stopped):
     assert [path.name for path in tmp_path.iterdir()] == ["gate.safetensors"], "no checkpoint, nothing aside"
 
 
+@pytest.mark.parametrize("every", [2, 4, 5])
+def test_what_stops_the_validation_costs_no_update(model, tmp_path, monkeypatch, every):
+    data, out = (samples(6), samples(1)), tmp_path / "gate.safetensors"
+    own = replace(SMALL, checkpoint_every=every)
+    monkeypatch.setattr(train_module, "validate", lambda *_: stop_at(0)(0))
+    with pytest.raises(StoppedError):
+        train_to(out, model, *data, own)
+    monkeypatch.undo()
+    gate, report = train_to(out, model, *data, own, resume=True)
+    assert (report.updates, len(report.history)) == (0, SMALL.steps)
+    assert gate.hash == train(model, *data, own)[0].hash
+
+
 def test_a_killed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "c"
     arrays = {f"w{part}": np.ones(3, np.float32) for part in ("", ".exp_avg", ".exp_avg_sq")}
