@@ -137,17 +137,16 @@ class _Bench:
         """Measure rows and the longer prompt while there is time."""
         disk = _disk_rate(self.root, self.model.config, self.context + self.steps)
         self.report["disk_mb_s"] = round(disk, 1)
-        plain_gpu = self._first(None)
+        gpu = {capture: self._first(capture) for capture in (None, *self.captures)}
         before = self._one(None)
         for capture in self.captures:
             over = self._over()
             if over is None:
-                gpu = self._first(capture)
                 ours, beside = [], [before]
                 for _ in range(TURNS):
                     ours.append(self._one(capture))
                     beside.append(self._one(None))
-                self.report["rows"].append(self._row(capture, ours, beside, (gpu, plain_gpu), disk))
+                self.report["rows"].append(self._row(capture, ours, beside, (gpu[capture], gpu[None]), disk))
                 before = beside[-1]
             else:
                 self.report["rows"].append({"capture": capture, "error": over})
@@ -305,8 +304,8 @@ def table(report: dict[str, Any]) -> list[str]:
         told = long.get("error", f"extra memory {extra}")
         lines.append(f"scores, {report['shape']['long_context']:,} tokens: {told}")
     lines.append(
-        f"plain files: {report['disk_mb_s']} MB/s; each run of a capture between two unrecorded ones; to disk: "
-        "all steps up to the closed trace"
+        f"plain files: {report['disk_mb_s']} MB/s; ratio: the median over runs, each beside the mean of the unrecorded "
+        "ones before and after it; to disk: the same of all steps up to the closed trace"
     )
     lines.append(
         "GPU ms: in which the GPU worked; idle: the rest of a step, which waits for the host: recording can hide there"

@@ -8,8 +8,8 @@
 
 Not a test: CI has no GPU. Each form of write-gated attention is timed over a few updates; the faster one trains all
 gates, on as many tokens as --seconds allow but no more than --max-tokens each. DIR gets the gates, `frontier.json`
-with everything, `frontier.csv` and `heads.json`. One GPU has room for several of these at once: name the gates of each
-with --gate, and --gate none where only heads are searched for.
+with everything, `frontier.csv` where there are gates, and `heads.json`. One GPU has room for several of these at once:
+name the gates of each with --gate, and --gate none where only heads are searched for.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from kvsim_traces.files import write_whole
 
 from kvsim.bench import gpu_facts, machine
 from kvsim.errors import KvsimError
@@ -126,7 +127,11 @@ def run(options: argparse.Namespace) -> int:
     """Do all of it."""
     begun = time.perf_counter()
     runs = gates_of(options.gate)
-    settings = Settings(batch=options.batch, length=options.length, steps=1, checkpoint_every=0)
+    settings = Settings(
+        batch=options.batch, length=options.length, steps=1, checkpoint_every=0, max_tokens=options.max_tokens
+    )
+    for penalty, window in runs:
+        replace(settings, penalty=penalty, window=window)
     duo = DuoSettings(steps=max(1, options.duo_steps), length=options.length, window=settings.window)
     if options.smoke:
         settings = replace(settings, window=8, length=64, hidden=8, held_out=2)
@@ -149,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
     most = 4 if options.smoke else options.max_tokens // (settings.batch * settings.length)
     steps = max(1, min(most, int(left / max(1, len(runs)) / each)))
     settings = replace(settings, steps=steps)
-    print(f"{settings.attention}, {each:.3f} s an update: {len(runs)} x {steps} updates, {settings.tokens:,} tokens")
+    print(f"{settings.attention}, {each:.3f} s an update: {len(runs)} x {steps} updates of {options.batch} samples")
 
     found = sweep(
         options.out,
@@ -180,7 +185,8 @@ def run(options: argparse.Namespace) -> int:
         **gpu_facts(),
         **machine(),
     }
-    (options.out / "frontier.json").write_text(json.dumps(found | facts, indent=1, allow_nan=False) + "\n")
+    report = json.dumps(found | facts, indent=1, allow_nan=False)
+    write_whole(options.out / "frontier.json", [report.encode() + b"\n"])
     print(f"{facts['seconds']:.0f} s in all")
     return 0
 

@@ -47,7 +47,7 @@ class Package:
     about : str
         What it holds.
     says : str
-        Texts without it are left out.
+        Texts without this pattern are left out.
     begins : str or None
         A pattern of the beginnings of further texts in a member.
     """
@@ -86,7 +86,7 @@ TEXTS = {
         "f6+jMfVodEjoDSmcIM3MxLSYGfpHG19Ya/CrGMaUukOnD1jnx2sKcKFiZ1hVSDiSFOEaSZitf9wZon8PdkRTnA==",
         r"docutils-0\.21\.2/docs/(.+)\.txt",
         "44 documents of docutils 0.21.2",
-        says="public domain",
+        says=r"placed\s+in\s+(the\s+)?public\s+domain",
     ),
 }
 
@@ -122,7 +122,7 @@ def fetch(name: str, *, read: Callable[[str], bytes] | None = None) -> list[str]
                 key = tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in match.groups())
                 text = file.read().decode()
                 found[key] = str(json.loads(text)["text"]) if member.name.endswith(".json") else text
-    texts = [found[key] for key in sorted(found) if package.says in found[key]]
+    texts = [found[key] for key in sorted(found) if re.search(package.says, found[key])]
     if package.begins is not None:
         texts = [part for text in texts for part in _parts(text, package.begins)]
     return texts

@@ -123,12 +123,12 @@ def test_a_package_becomes_lines_in_order(package, tmp_path):
         (
             "docutils",
             {
-                "docutils-0.21.2/docs/b.txt": "In the public domain: b",
-                "docutils-0.21.2/docs/a/c.txt": "public domain: c",
-                "docutils-0.21.2/docs/a/held.txt": "all rights",
-                "docutils-0.21.2/COPYING.txt": "public domain",
+                "docutils-0.21.2/docs/b.txt": "Was placed in public\ndomain: b",
+                "docutils-0.21.2/docs/a/c.txt": "placed in the public domain: c",
+                "docutils-0.21.2/docs/a/held.txt": "not in the public domain",
+                "docutils-0.21.2/COPYING.txt": "placed in the public domain",
             },
-            ["public domain: c", "In the public domain: b"],
+            ["placed in the public domain: c", "Was placed in public\ndomain: b"],
         ),
     ],
 )

@@ -1,11 +1,15 @@
 """The recorder as it runs on a GPU: the kernel's rows, steps handed to a thread; here in Triton's interpreter."""
 
+import gc
+import itertools
 import threading
+import weakref
 
 import kvsim_traces.recorder
 import numpy as np
 import pytest
 import torch
+from kvsim_kernels.attention_rows import kernel
 from kvsim_traces import TraceError, open_trace, record, repair_trace, verify_trace
 from recording import MODELS, PROMPT, VOCAB, WINDOW, tiny
 from token_texts import byte_level
@@ -127,6 +131,39 @@ def test_without_triton(tmp_path, monkeypatch):
     found, plain = open_trace(tmp_path / "overlapped"), open_trace(tmp_path / "plain")
     for t in range(1, STEPS + 1):
         np.testing.assert_array_equal(found.score_rows(t), plain.score_rows(t))
+
+
+@pytest.mark.parametrize("capture", ["heads", "scores"])
+def test_a_kernel_that_is_wrong_is_refused(capture, tmp_path, monkeypatch, overlapped):
+    real = kernel.layer_rows
+
+    def wrong(*given, out, **more):
+        real(*given, out=out, **more)
+        out.mul_(1.5)
+
+    monkeypatch.setattr(kernel, "layer_rows", wrong)
+    with pytest.raises(TraceError, match="check: rows of step 1 differ by"):
+        record(tiny("llama-gqa3"), PROMPT, out=tmp_path / "new", steps=STEPS, capture=capture)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_step_that_fails_leaves_nothing_on_the_device(step, tmp_path, monkeypatch, overlapped):
+    held, real = [], kernel.layer_rows
+
+    def fails(queries, keys, **more):
+        held.extend(weakref.ref(own) for own in keys)
+        if len(keys) and next(count) == step:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+        real(queries, keys, **more)
+
+    count = itertools.count(1)
+    monkeypatch.setattr(kernel, "layer_rows", fails)
+    with pytest.raises(TraceError, match="model: CUDA out of memory; record a shorter prompt"):
+        record(tiny("llama-gqa3"), PROMPT, out=tmp_path / "new", steps=STEPS, capture="heads", check=False)
+    gc.collect()
+    assert held
+    assert [own for own in held if own() is not None] == []
 
 
 # Tokens

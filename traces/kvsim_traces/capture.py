@@ -224,6 +224,10 @@ class StepCapture:
         self.exact.clear()
         self.stored.clear()
 
+    def release(self) -> None:
+        """Let go of everything; a step that failed may have left it."""
+        self.begin(self._position)
+
     def __call__(self, call: AttentionCall) -> None:
         """Take what the trace needs from one layer's attention call."""
         self._take(call, *self._accepted(call, len(self._sums)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kvsim_kernels.attention_rows import attention_row, layer_rows, prompt_mass
+from kvsim_kernels.attention_rows import layer_rows, prompt_mass
 
 from kvsim_traces.capture import StepCapture
 from kvsim_traces.hooks import AttentionCall
@@ -207,17 +207,18 @@ class DeviceCapture(StepCapture):
     def _write(self, wanted: list[_Wanted], out: torch.Tensor, sums: torch.Tensor, scale: float) -> None:
         self.plain |= write_rows(wanted, out, sums, scale=scale, kernels=self._kernels)
 
+    def release(self) -> None:
+        """Let go of everything on the device; a step that failed may have left it."""
+        super().release()
+        self._into = {}
+        self._wanted.clear()
+
     def _keep_rows(self, stored: torch.Tensor | None, sums: torch.Tensor) -> None:
-        """Keep each layer's exact rows, and what a reader will get, for the check."""
+        """Keep each layer's rows as they are computed, before they are rounded, and what a reader will get."""
+        rows = torch.empty(*sums.shape, self._position + 1, device=sums.device)
+        self._write(self._wanted, rows, torch.empty_like(sums), 1)
         for one in self._wanted:
-            rows = attention_row(
-                one.call.query[:, 0],
-                one.keys,
-                scaling=one.call.scaling,
-                softcap=one.call.softcap,
-                sink_logits=one.call.sink_logits,
-            )
-            self.exact.append(self._placed(rows))
+            self.exact.append(rows[one.ordinal])
             self.stored.append(
                 self._recomputed(one.call, one.visible, sums[one.ordinal])
                 if stored is None

@@ -222,6 +222,7 @@ class Recording:
             prompt_mass if self.device is None else device_prompt_mass,
             self.rotary,
         )
+        self.step = StepCapture([], request.capture, request.qk_dtype)
         self.overlapped: Overlapped | None = None
 
     def start(self, check: bool) -> Manifest:
@@ -288,6 +289,7 @@ class Recording:
         """Let go of everything on the model's device."""
         self.decoder.release()
         self.logits = torch.empty(0)
+        self.step.release()
         if self.overlapped is not None:
             self.overlapped.release()
 

@@ -320,13 +320,16 @@ def layer_rows(
     mean = out.ndim == 2
     if queries.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"queries and keys must share a type of at most 32 bits, got {queries.dtype}")
-    layout = first.shape, first.stride(), queries.dtype
-    if any((one.shape, one.stride(), one.dtype) != layout for one in keys):
-        raise ValueError("keys must have the queries' type, one shape and one layout")
+    layout = first.shape, first.stride(), queries.dtype, queries.device
+    if any((one.shape, one.stride(), one.dtype, one.device) != layout for one in keys):
+        raise ValueError("keys must have the queries' type and device, one shape and one layout")
     if first.stride(-1) != 1 or not queries.is_contiguous():
         raise ValueError("queries, and the last dimension of keys, must be contiguous")
-    if not count == len(keys) == len(places) or not out.is_contiguous() or not sums.is_contiguous():
-        raise ValueError("there must be one query, keys and place for each layer, and contiguous outputs")
+    sinks_given = count if sink_logits is None else len(sink_logits)
+    if not count == len(keys) == len(places) == len(set(places)) == sinks_given:
+        raise ValueError("there must be one query, keys, place of its own and sinks for each layer")
+    if not out.is_contiguous() or not sums.is_contiguous() or not out.device == sums.device == queries.device:
+        raise ValueError("outputs must be contiguous, on the queries' device")
     wanted = (len(sums),) if mean else (len(sums), heads)
     if out.shape[:-1] != wanted or out.shape[-1] < length or sums.shape[1:] != (heads,):
         raise ValueError(f"out and sums of shapes {tuple(out.shape)} and {tuple(sums.shape)} do not fit")

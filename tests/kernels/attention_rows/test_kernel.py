@@ -221,7 +221,7 @@ def test_layers_that_do_not_fit():
     good = {"places": [0, 1], "out": torch.empty(2, 2, 20, device=DEVICE), "sums": torch.empty(2, 2, device=DEVICE)}
     with pytest.raises(ValueError, match="one shape and one layout"):
         layer_rows(queries, [keys[0], keys[1][:, :9]], **good)
-    with pytest.raises(ValueError, match="the queries' type"):
+    with pytest.raises(ValueError, match="the queries' type and device"):
         layer_rows(queries.float(), keys, **good)
     with pytest.raises(ValueError, match="must be contiguous"):
         layer_rows(queries.transpose(1, 2).contiguous().transpose(1, 2), keys, **good)
@@ -229,5 +229,8 @@ def test_layers_that_do_not_fit():
         layer_rows(queries, keys, **good | {"places": [0, 2]})
     with pytest.raises(ValueError, match="do not fit"):
         layer_rows(queries, keys, **good | {"out": torch.empty(2, 2, 19, device=DEVICE)})
-    with pytest.raises(ValueError, match="contiguous outputs"):
-        layer_rows(queries, keys, **good | {"places": [0]})
+    for wrong in ({"places": [0]}, {"places": [1, 1]}, {"sink_logits": [torch.zeros(2, device=DEVICE)]}):
+        with pytest.raises(ValueError, match="place of its own and sinks for each layer"):
+            layer_rows(queries, keys, **good | wrong)
+    with pytest.raises(ValueError, match="outputs must be contiguous"):
+        layer_rows(queries, keys, **good | {"out": torch.empty(2, 2, 40, device=DEVICE)[..., ::2]})
