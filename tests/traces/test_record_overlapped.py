@@ -159,9 +159,11 @@ def test_a_step_that_fails_leaves_nothing_on_the_device(step, tmp_path, monkeypa
 
     count = itertools.count(1)
     monkeypatch.setattr(kernel, "layer_rows", fails)
-    with pytest.raises(TraceError, match="model: CUDA out of memory; record a shorter prompt"):
+    with pytest.raises(TraceError, match="model: CUDA out of memory; record a shorter prompt") as caught:
         record(tiny("llama-gqa3"), PROMPT, out=tmp_path / "new", steps=STEPS, capture="heads", check=False)
     gc.collect()
+    # The error is still there, and its traceback with what the recorder's frame holds.
+    assert caught.tb is not None
     assert held
     assert [own for own in held if own() is not None] == []
 
