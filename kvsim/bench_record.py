@@ -96,6 +96,8 @@ def bench_record(
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise KvsimError(f"kvsim bench record measures a CUDA GPU, and there is none (--device {device})")
+    if device == "cpu" and shape is None:
+        raise KvsimError("a CPU records a small shape only; kvsim bench record measures a CUDA GPU")
     if steps < SKIPPED + 2:
         raise KvsimError(f"steps: at least {SKIPPED + 2} are measured, got {steps}")
     begun = time.perf_counter()

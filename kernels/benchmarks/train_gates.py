@@ -32,7 +32,7 @@ from kvsim.gating.duo import Passage, find_heads, passages
 from kvsim.gating.duo_settings import DuoSettings
 from kvsim.gating.run import lines, load_samples
 from kvsim.gating.settings import Settings
-from kvsim.gating.sweep import frontier_lines, sweep
+from kvsim.gating.sweep import check_folder, frontier_lines, sweep
 from kvsim.gating.train import train
 from kvsim.retrieval_heads import save_heads
 
@@ -127,6 +127,7 @@ def run(options: argparse.Namespace) -> int:
     """Do all of it."""
     begun = time.perf_counter()
     runs = gates_of(options.gate)
+    check_folder(options.out)
     settings = Settings(
         batch=options.batch, length=options.length, steps=1, checkpoint_every=0, max_tokens=options.max_tokens
     )

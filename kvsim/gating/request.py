@@ -10,6 +10,7 @@ from kvsim.gating.data import read_texts
 from kvsim.gating.run import check_out, gate_facts, lines, load_samples, table, train_to
 from kvsim.gating.settings import Settings
 from kvsim.gating.sweep import check_folder, frontier_lines, sweep
+from kvsim.gating.train import checkpoint_path
 
 __all__ = ["Request"]
 
@@ -94,9 +95,14 @@ class Request:
             wrote = f"wrote {self.out}: {len(found['runs'])} gates, frontier.json and frontier.csv"
             return found, [*frontier_lines(found), wrote]
         progress = None if tell is None else lines(tell, self.settings.penalty)
-        gate, report = train_to(
-            self.out, model, samples, held_out, self.settings, resume=self.resume, progress=progress
-        )
+        try:
+            gate, report = train_to(
+                self.out, model, samples, held_out, self.settings, resume=self.resume, progress=progress
+            )
+        except KeyboardInterrupt:
+            if tell is not None and checkpoint_path(self.out).exists():
+                tell("stopped; --resume goes on from the last checkpoint")
+            raise
         size = f"{gate.num_parameters:,} parameters in {len(gate.layers)} layers"
         wrote = f"wrote {self.out}: {size}; {report.updates} updates in {report.seconds:.0f} s"
         return gate_facts(gate, report, self.out), [*table(report.validation), wrote]

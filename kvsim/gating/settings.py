@@ -71,7 +71,7 @@ class Settings:
     instruction: str = INSTRUCTION
     attention: str = "auto"
     checkpointing: bool = False
-    checkpoint_every: int = 100
+    checkpoint_every: int = 20
     max_tokens: int = 6_000_000
     seed: int = 0
 

@@ -86,7 +86,10 @@ def sweep(
     check_folder(folder)
     points: list[dict[str, Any]] = []
     found: dict[str, Any] = {"points": points, "windows": {}, "runs": []}
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KvsimError(f"--out {folder}: cannot be made ({error.strerror})") from None
     for penalty, window in dict.fromkeys(runs):
         own = replace(settings, penalty=penalty, window=window)
         out = folder / gate_name(own)

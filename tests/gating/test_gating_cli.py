@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from kvsim import train_gate
 from kvsim.cli import app
 from kvsim.gating.settings import Settings
+from kvsim.gating.train import checkpoint_path
 from kvsim.write_gate import load_gate
 
 
@@ -145,3 +146,15 @@ def test_heads_are_found_and_written(place, tmp_path):
 def test_the_command_line_imports_no_torch_for_its_help():
     code = "import sys, kvsim.cli, kvsim.write_gate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("every", [1, 0])
+def test_a_run_that_is_stopped_says_how_to_go_on(place, tmp_path, monkeypatch, capsys, every):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvsim.gating.train.validate", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train_gate.main(options(place, out=tmp_path / "g", **{"checkpoint-every": every}))
+    said = "stopped; --resume goes on from the last checkpoint" in capsys.readouterr().err
+    assert said == bool(every) == checkpoint_path(tmp_path / "g").exists()

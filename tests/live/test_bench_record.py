@@ -174,11 +174,13 @@ def test_a_recording_that_is_not_intact_gives_no_figures(tmp_path, monkeypatch):
 
 
 def test_what_it_needs(tmp_path, capsys, monkeypatch):
+    with pytest.raises(KvsimError, match="a CPU records a small shape only"):
+        bench_record(tmp_path, device="cpu")
     with pytest.raises(KvsimError, match="at least 4 are measured, got 3"):
-        bench_record(tmp_path, device="cpu", steps=3)
+        bench_record(tmp_path, device="cpu", shape=SHAPE, steps=3)
     (tmp_path / "file").touch()
     with pytest.raises(KvsimError, match="file: File exists"):
-        bench_record(tmp_path / "file", device="cpu", steps=4)
+        bench_record(tmp_path / "file", device="cpu", shape=SHAPE, steps=4)
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.setattr("sys.argv", ["bench_record"])
