@@ -8,7 +8,6 @@ is ``kvsim bench live`` without the command line's dependencies, for a bare GPU 
 import argparse
 import gc
 import itertools
-import json
 import platform
 import shutil
 import statistics
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 from kvsim_kernels.launch import early_launch
-from kvsim_traces.files import write_whole
+from kvsim_traces.files import write_report
 
 from kvsim.bench_live_checks import found_in_step, same_answers
 from kvsim.bench_live_models import SHAPES, build, copy_bandwidth, loop_ms, milliseconds, random_prompt, read_bytes
@@ -330,7 +329,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     print("\n".join(lines(report)))
     if given.out is not None:
-        write_whole(given.out, [json.dumps(report, indent=1).encode() + b"\n"])
+        write_report(given.out, report, allow_nan=True)
     return 1 if report["wrong"] else 0
 
 

@@ -1,7 +1,6 @@
 """What recording costs a decode step on a GPU, in time and in memory: ``python -m kvsim.bench_record``."""
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -15,7 +14,7 @@ import torch
 import transformers
 from kvsim_traces import TraceError
 from kvsim_traces.bench import write_plain
-from kvsim_traces.files import write_whole
+from kvsim_traces.files import write_report
 
 from kvsim.bench import gpu_facts, machine
 from kvsim.bench_live_models import SHAPES, build
@@ -343,7 +342,7 @@ def main() -> int:
     def save(report: dict[str, Any]) -> None:
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(options.out, [json.dumps(report | {"command": command}, indent=1).encode() + b"\n"])
+            write_report(options.out, report | {"command": command}, allow_nan=True)
 
     try:
         report = bench_record(

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from kvsim_traces import Trace, open_trace
-from kvsim_traces.files import write_whole
+from kvsim_traces.files import write_report
 
 from kvsim.bench import gpu_facts, machine, write_recording
 from kvsim.engines import get_engine
@@ -306,7 +306,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print("\n".join(lines(report)))
     command = " ".join(["python", "-m", "kvsim.bench_replay", *(sys.argv[1:] if words is None else words)])
     if given.out is not None:
-        write_whole(given.out, [json.dumps({"command": command, **report}, indent=1).encode() + b"\n"])
+        write_report(given.out, {"command": command, **report}, allow_nan=True)
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from kvsim_traces.files import os_reason, write_whole
+from kvsim_traces.files import os_reason, write_report
 
 from kvsim.errors import KvsimError, PolicyError
 from kvsim.inputs import regular_size
@@ -107,7 +107,7 @@ def save_heads(heads: Mapping[str, Any], out: Path) -> None:
         raise KvsimError(f"{out}: exists already; name a new file")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, [json.dumps(heads, indent=1, allow_nan=False).encode() + b"\n"])
+        write_report(out, heads)
     except OSError as error:
         raise KvsimError(f"{out}: cannot write the heads ({os_reason(error)})") from error
 

@@ -13,7 +13,6 @@ name the gates of each with --gate, and --gate none where only heads are searche
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvsim_traces.files import write_whole
+from kvsim_traces.files import write_report
 
 from kvsim.bench import gpu_facts, machine
 from kvsim.errors import KvsimError
@@ -131,6 +130,7 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(
         batch=options.batch, length=options.length, steps=1, checkpoint_every=0, max_tokens=options.max_tokens
     )
+    # Settings that do not fit are refused before anything is loaded.
     for penalty, window in runs:
         replace(settings, penalty=penalty, window=window)
     duo = DuoSettings(steps=max(1, options.duo_steps), length=options.length, window=settings.window)
@@ -186,8 +186,7 @@ def run(options: argparse.Namespace) -> int:
         **gpu_facts(),
         **machine(),
     }
-    report = json.dumps(found | facts, indent=1, allow_nan=False)
-    write_whole(options.out / "frontier.json", [report.encode() + b"\n"])
+    write_report(options.out / "frontier.json", found | facts)
     print(f"{facts['seconds']:.0f} s in all")
     return 0
 

@@ -2,13 +2,12 @@
 
 import argparse
 import glob
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvsim_traces.files import write_whole
+from kvsim_traces.files import write_report
 
 from kvsim.errors import KvsimError
 
@@ -52,7 +51,7 @@ def _size(text: str) -> float | None:
 def _save(options: argparse.Namespace, report: dict[str, Any]) -> None:
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(options.out, [json.dumps(report, indent=1, allow_nan=False).encode() + b"\n"])
+        write_report(options.out, report)
 
 
 def _parser() -> argparse.ArgumentParser:

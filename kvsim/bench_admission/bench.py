@@ -30,7 +30,6 @@ Recommended on an H200, each within eight minutes: ``--model llama-3.1-8b --leng
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -41,7 +40,7 @@ from typing import Any
 
 import torch
 from kvsim_kernels.vertical_slash.kernel import Tiling
-from kvsim_traces.files import write_whole
+from kvsim_traces.files import write_report
 
 from kvsim.bench_admission.checks import attention_errors, model_errors, wrong
 from kvsim.bench_admission.goals import GOAL_LENGTH, estimate_seconds, goals, lines, row_lines
@@ -286,7 +285,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     def save(report: dict[str, Any]) -> None:
         if given.out is not None:
-            write_whole(given.out, [json.dumps(report, indent=1, allow_nan=False).encode() + b"\n"])
+            write_report(given.out, report)
 
     try:
         report = from_options(

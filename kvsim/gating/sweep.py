@@ -2,13 +2,12 @@
 
 import csv
 import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvsim_traces.files import write_whole
+from kvsim_traces.files import write_report, write_whole
 
 from kvsim.errors import KvsimError
 from kvsim.gating.data import Samples
@@ -100,7 +99,7 @@ def sweep(
         mark_frontier(points)
         found["windows"][str(window)] = {name: report.validation[name] for name in ("local", "full")}
         found["runs"].append(gate_facts(gate, report, Path(out.name)))
-        write_whole(folder / "frontier.json", [json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"])
+        write_report(folder / "frontier.json", found)
         write_whole(folder / "frontier.csv", [_csv(points).encode()])
     return found
 

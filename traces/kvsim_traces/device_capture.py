@@ -1,6 +1,5 @@
 """Decode steps captured on a GPU: a kernel writes rows as the trace stores them, and nothing waits for the host."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from kvsim_traces.layout import SCALE
 from kvsim_traces.manifest import LayerInfo
 from kvsim_traces.rotary import RotaryTap
 
-__all__ = ["DeviceCapture", "device_prompt_mass", "write_rows"]
+__all__ = ["DeviceCapture", "device_prompt_mass"]
 
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 _KERNEL_TYPES = (torch.float32, *_HALF_TYPES)
@@ -77,57 +76,6 @@ class _Wanted:
         """The keys that the query sees, [Hk, visible, d]."""
         key = self.call.key
         return key if key.shape[1] == self.visible else key[:, -self.visible :]
-
-
-def write_rows(
-    wanted: Sequence[_Wanted], out: torch.Tensor, sums: torch.Tensor, *, scale: float, kernels: Any
-) -> set[int]:
-    """Compute the rows of a decode step's attention calls where they ran.
-
-    Parameters
-    ----------
-    wanted : sequence of _Wanted
-    out : Tensor [K, H, n] or [K, n]
-        Where the layers' rows or their means go, times `scale`, in its own type, before them zeros where a layer's
-        query sees fewer than n keys.
-    sums : Tensor [K, H]
-        Where the rows' float32 sums go.
-    scale : float
-    kernels : module or None
-        `kvsim_kernels.attention_rows.kernel`.
-
-    Returns
-    -------
-    set of int
-        The layers whose rows PyTorch computed. The kernels have no 64-bit floats, no query and key of different types,
-        and no keys whose numbers lie apart.
-    """
-    alike: dict[Any, list[tuple[_Wanted, torch.Tensor]]] = {}
-    plain: set[int] = set()
-    for one in wanted:
-        call, keys = one.call, one.keys
-        if hidden := out.shape[-1] - one.visible:
-            out[one.ordinal, ..., :hidden].zero_()
-        kind: Any = (keys.shape, keys.stride(), keys.dtype, call.scaling, call.softcap, call.sink_logits is None)
-        if kernels is None or call.query.dtype != keys.dtype or keys.dtype not in _KERNEL_TYPES or keys.stride(-1) != 1:
-            plain.add(one.ordinal)
-            kind = one.ordinal
-        alike.setdefault(kind, []).append((one, keys))
-    for own in alike.values():
-        first = own[0][0]
-        compute = layer_rows if first.ordinal in plain else kernels.layer_rows
-        compute(
-            torch.stack([one.call.query for one, _ in own]).squeeze(2),
-            [keys for _, keys in own],
-            places=[one.ordinal for one, _ in own],
-            out=out,
-            sums=sums,
-            scaling=first.call.scaling,
-            softcap=first.call.softcap,
-            sink_logits=None if first.call.sink_logits is None else [one.call.sink_logits for one, _ in own],
-            scale=scale,
-        )
-    return plain
 
 
 class DeviceCapture(StepCapture):
@@ -205,7 +153,38 @@ class DeviceCapture(StepCapture):
             kept.clear()
 
     def _write(self, wanted: list[_Wanted], out: torch.Tensor, sums: torch.Tensor, scale: float) -> None:
-        self.plain |= write_rows(wanted, out, sums, scale=scale, kernels=self._kernels)
+        """Compute rows where their attention ran.
+
+        `out` [K, H, n] or [K, n] gets the layers' rows or their means, times `scale`, in its own type, and zeros before
+        them where a layer's query sees fewer than n keys; `sums` [K, H] the rows' float32 sums. The kernels have no
+        64-bit floats, no query and key of different types, and no keys whose numbers lie apart: PyTorch has.
+        """
+        alike: dict[Any, list[tuple[_Wanted, torch.Tensor]]] = {}
+        for one in wanted:
+            call, keys = one.call, one.keys
+            if hidden := out.shape[-1] - one.visible:
+                out[one.ordinal, ..., :hidden].zero_()
+            fits = call.query.dtype == keys.dtype and keys.dtype in _KERNEL_TYPES and keys.stride(-1) == 1
+            if self._kernels is None or not fits:
+                self.plain.add(one.ordinal)
+                kind: Any = (layer_rows, one.ordinal)
+            else:
+                layout = keys.shape, keys.stride(), keys.dtype
+                kind = (self._kernels.layer_rows, layout, call.scaling, call.softcap, call.sink_logits is None)
+            alike.setdefault(kind, []).append((one, keys))
+        for (compute, *_), own in alike.items():
+            first = own[0][0]
+            compute(
+                torch.stack([one.call.query for one, _ in own]).squeeze(2),
+                [keys for _, keys in own],
+                places=[one.ordinal for one, _ in own],
+                out=out,
+                sums=sums,
+                scaling=first.call.scaling,
+                softcap=first.call.softcap,
+                sink_logits=None if first.call.sink_logits is None else [one.call.sink_logits for one, _ in own],
+                scale=scale,
+            )
 
     def release(self) -> None:
         """Let go of everything on the device; a step that failed may have left it."""

@@ -233,6 +233,17 @@ def write_whole(path: Path, parts: Sequence[Any]) -> None:
     settle(path, write_aside(path, parts))
 
 
+def write_report(path: Path, data: Any, *, allow_nan: bool = False) -> None:
+    """Write data of any size as indented JSON with `write_whole`; metadata of traces is for `write_json`.
+
+    Raises
+    ------
+    ValueError
+        If there is a NaN or an infinity, which JSON does not have, and `allow_nan` is not set.
+    """
+    write_whole(path, [json.dumps(data, indent=1, allow_nan=allow_nan).encode() + b"\n"])
+
+
 def write_aside(path: Path, parts: Sequence[Any]) -> int:
     """Do the first half of `write_whole`: write the file aside.
 

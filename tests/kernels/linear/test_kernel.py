@@ -43,7 +43,7 @@ def agrees(found, x, weight, **options):
         # More than one vector with a normalisation is PyTorch's, rounded after each operation; an H200 had 3.5 times
         # the error of a single rounding.
         by_torch = len(x) > 1 and "norm_weight" in options
-        limit = (4 if by_torch else 2) * error(reference(x, weight, **options), exact)
+        limit = ((4 if DEVICE == "cuda" else 3) if by_torch else 2) * error(reference(x, weight, **options), exact)
     assert found.dtype == x.dtype
     assert error(found, exact) < limit
 
